@@ -1,0 +1,44 @@
+"""Rules of the house that no linter knows; prints each breach as `file:line: what` and exits 1 if there is any."""
+
+import re
+import sys
+from pathlib import Path
+
+MAX_LINES = 400
+SKIPPED = {".git", ".venv", ".cache", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "__pycache__", "build"}
+TEXT = {"", ".py", ".md", ".toml", ".txt", ".json", ".yml", ".sh"}
+
+RULES = {
+    "pickle runs whatever a peer sends": re.compile(
+        r"^\s*(?:import|from) +(?:pickle|cloudpickle|dill|shelve)\b|\btorch\.(?:load|save)\(|\b\w+_object(?:_list)?\("
+    ),
+    "an exception to a linter gives its code and its reason": re.compile(
+        r"# *(?:noqa|type: *ignore)(?:(?!:|\[)|(?:: *[A-Z0-9, ]+|\[[a-z, -]+\])\s*$)"
+    ),
+}
+RULES_FOR_ANY_TEXT = {
+    "a path of one machine": re.compile(r"(?<![\w.}~])/(?:home|root|work|Users|opt/(?:pypi|wheels))/\w|/tmp/(?:bp|venv)\b"),
+    "a package registry's host": re.compile(r"https?://[\w.]*(?:pypi|pythonhosted|npmjs)\.\w+"),
+}
+
+
+def breaches(root: Path) -> list[str]:
+    """Return every breach under `root`, in order of file and line."""
+    found = []
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        if path.suffix not in TEXT or not path.is_file() or any(p in SKIPPED or p.endswith(".egg-info") for p in parts):
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        name = "/".join(parts)
+        if path.suffix == ".py" and len(lines) > MAX_LINES:
+            found.append(f"{name}:{len(lines)}: a file has one subject and at most {MAX_LINES} lines")
+        rules = RULES_FOR_ANY_TEXT | (RULES if path.suffix == ".py" else {})
+        for number, line in enumerate(lines, start=1):
+            found += [f"{name}:{number}: {rule}" for rule, pattern in rules.items() if pattern.search(line)]
+    return found
+
+
+if __name__ == "__main__":
+    if found := breaches(Path(__file__).resolve().parent.parent):
+        sys.exit("\n".join(found))
