@@ -45,7 +45,6 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     rms_eps: float
     rope: RopeConfig
     max_position: int
@@ -83,7 +82,6 @@ class ModelConfig:
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
             mlp_bias=family.mlp_bias_key and fields.flag("mlp_bias", False),
-            qk_norm=family.qk_norm,
             rms_eps=fields.number("rms_norm_eps", 1e-6),
             rope=_rope(fields),
             max_position=fields.integer("max_position_embeddings"),
@@ -121,7 +119,6 @@ class _Family:
     attention_bias_key: bool = False
     mlp_bias_key: bool = False
     qkv_bias: bool = False
-    qk_norm: bool = False
     head_dim: int = 0  # default if the file is silent; 0: hidden_size // heads
     kv_heads: int = 0  # likewise; 0: as many as attention heads
     window: int | None = None  # sliding_window if the file is silent
@@ -132,9 +129,7 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family(attention_bias_key=True, mlp_bias_key=True),
     "MistralForCausalLM": _Family(kv_heads=8, window=4096),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, kv_heads=32, window_is_optional=True, window=4096),
-    "Qwen3ForCausalLM": _Family(
-        attention_bias_key=True, qk_norm=True, head_dim=128, kv_heads=32, window_is_optional=True, window=4096
-    ),
+    "Qwen3ForCausalLM": _Family(attention_bias_key=True, head_dim=128, kv_heads=32, window_is_optional=True, window=4096),
 }
 ARCHITECTURES = tuple(_FAMILIES)
 _REQUIRED: Any = object()

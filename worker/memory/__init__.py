@@ -1,0 +1,1 @@
+"""Memory of a rank: what is measured, and what is paged."""

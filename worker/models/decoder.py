@@ -1,0 +1,182 @@
+"""The decoder that the Llama family shares: pre-norm attention and gated MLP, a residual stream between them.
+
+A stage builds its own layers only; embedding on the first, final norm and head on the last. With tied embeddings the
+last stage loads the embedding's weight once more as its head, unless it is the first stage too and shares the tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.layers.attention import AttentionBackend, AttentionBatch, make_backend
+from worker.layers.linear import QKV, GateUp, Linear, RowParallel, SoleRank, TensorParallelGroup
+from worker.layers.norm import RMSNorm
+from worker.layers.rotary import Rotary, rotate_
+from worker.layers.vocabulary import Embedding, Head
+from worker.model_config import ModelConfig
+from worker.topology import HeadSplit, Topology, check_divisible, split_heads
+from worker.weights.placement import Placement
+
+
+class Part(Protocol):
+    placements: list[Placement]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every part of a rank's model is built from."""
+
+    config: ModelConfig
+    heads: HeadSplit
+    group: TensorParallelGroup
+    backend: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Attention:
+    def __init__(self, name: str, context: Context) -> None:
+        config, heads, group = context.config, context.heads, context.group
+        made = (context.dtype, context.device)
+        self.backend = context.backend
+        self.rotated = (len(heads.heads) + len(heads.kv_heads), config.head_dim)
+        width, total = config.heads * config.head_dim, (config.heads, config.kv_heads)
+        self.qkv = QKV(name, config.hidden, heads, total, config.head_dim, config.qkv_bias, *made)
+        self.output = RowParallel(f"{name}.o_proj", width, config.hidden, config.output_bias, group, *made)
+        self.parts: list[Part] = [self.qkv, self.output]
+
+    def prepare_heads(self, heads: Tensor) -> None:
+        """A seam for what an architecture does to queries and keys [T, heads + kv heads, head_dim] first; in place."""
+
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, cache: Tensor) -> Tensor:
+        qkv = self.qkv(x)
+        count, head_dim = self.rotated
+        heads = qkv[:, : count * head_dim].view(-1, count, head_dim)
+        self.prepare_heads(heads)
+        rotate_(heads, rotation)
+        return self.output(self.backend.attend(qkv, cache, batch))
+
+
+class MLP:
+    def __init__(self, name: str, context: Context) -> None:
+        config, group = context.config, context.group
+        sizes = (config.hidden, config.intermediate)
+        self.gate_up = GateUp(name, *sizes, config.mlp_bias, group, context.dtype, context.device)
+        self.down = RowParallel(f"{name}.down_proj", *sizes[::-1], config.mlp_bias, group, context.dtype, context.device)
+        self.width = config.intermediate // group.size
+        self.parts: list[Part] = [self.gate_up, self.down]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up(x)
+        return self.down(F.silu(gate_up[:, : self.width]).mul_(gate_up[:, self.width :]))
+
+
+class Layer:
+    def __init__(self, name: str, context: Context, attention: type[Attention]) -> None:
+        config = context.config
+
+        def norm(which: str) -> RMSNorm:
+            return RMSNorm(f"{name}.{which}.weight", config.hidden, config.rms_eps, context.dtype, context.device)
+
+        self.attention_norm = norm("input_layernorm")
+        self.attention = attention(f"{name}.self_attn", context)
+        self.mlp_norm = norm("post_attention_layernorm")
+        self.mlp = MLP(f"{name}.mlp", context)
+        self.parts: list[Part] = [self.attention_norm, *self.attention.parts, self.mlp_norm, *self.mlp.parts]
+
+    def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, cache: Tensor) -> Tensor:
+        # The residual is added into the projection's fresh output: `hidden` may be a buffer that a receive will refill.
+        hidden = self.attention(self.attention_norm(hidden), rotation, batch, cache).add_(hidden)
+        return self.mlp(self.mlp_norm(hidden)).add_(hidden)
+
+
+class Decoder:
+    """One rank's share of a model. All methods are called by every tp rank of the stage, in the same order.
+
+    T is the number of tokens of a step; hidden states are [T, hidden] in the model dtype, whole on every tp rank.
+    """
+
+    attention: ClassVar[type[Attention]] = Attention
+
+    def __init__(
+        self, config: ModelConfig, topology: Topology, dtype: torch.dtype, device: torch.device, group: TensorParallelGroup
+    ) -> None:
+        check_divisible(config, topology.tp)
+        assert (group.rank, group.size) == (topology.tp_rank, topology.tp)
+        self.config, self.topology, self.dtype, self.device, self.group = config, topology, dtype, device, group
+        heads = split_heads(config.heads, config.kv_heads, topology.tp, topology.tp_rank)
+        self.kv_heads = len(heads.kv_heads)
+        self.backend = make_backend(device, dtype, len(heads.heads), self.kv_heads, config.head_dim)
+        context = Context(config, heads, group, self.backend, dtype, device)
+        self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
+        self.layers = [Layer(f"model.layers.{i}", context, self.attention) for i in topology.layers]
+        self.embedding, self.final_norm, self.head = self._ends(context)
+
+    def _ends(self, context: Context) -> tuple[Embedding | None, RMSNorm | None, Head | None]:
+        config, group, dtype, device = context.config, context.group, context.dtype, context.device
+        table = "model.embed_tokens.weight"
+        embedding = norm = head = None
+        if self.topology.is_first_stage:
+            embedding = Embedding(table, config.vocab, config.hidden, group, dtype, device)
+        if self.topology.is_last_stage:
+            norm = RMSNorm("model.norm.weight", config.hidden, config.rms_eps, dtype, device)
+            name, shared = (table, embedding) if config.tied else ("lm_head.weight", None)
+            head = Head(name, config.vocab, config.hidden, group, dtype, device, shared)
+        return embedding, norm, head
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden]; first stage only."""
+        assert self.embedding is not None
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: Tensor, batch: AttentionBatch, caches: list[Tensor]) -> Tensor:
+        """[T, hidden] -> [T, hidden] through this stage's layers, each with its cache (see `worker.memory.kv_cache`).
+
+        `hidden` is not written; the result is a tensor of its own.
+        """
+        rotation = self.rotary(batch.positions)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, rotation, batch, cache)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """[n, hidden] of the positions to sample -> float32 [n, vocab] on tp rank 0, else None; last stage only."""
+        assert self.final_norm is not None and self.head is not None
+        return self.head.logits(self.final_norm(hidden))
+
+    def _parts(self) -> Iterator[Part]:
+        ends: tuple[Part | None, ...] = (self.embedding, self.final_norm, self.head)
+        yield from (part for part in ends if part is not None)
+        for layer in self.layers:
+            yield from layer.parts
+
+    @property
+    def placements(self) -> list[Placement]:
+        """What this rank loads, and where it goes."""
+        return [placement for part in self._parts() for placement in part.placements]
+
+    @property
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the whole model's checkpoint, so that each rank can judge all of it and all judge alike."""
+        alone = Topology(0, 1, 1, (self.config.layers,))
+        whole = type(self)(self.config, alone, self.dtype, torch.device("meta"), SoleRank())
+        return {placement.name: placement.shape for placement in whole.placements}
+
+    @property
+    def harmless(self) -> re.Pattern[str]:
+        """Tensors that checkpoints may hold and nobody needs: rotary tables, and a head that is the embedding."""
+        tied = r"|lm_head\.weight" if self.config.tied else ""
+        return re.compile(rf"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq{tied}")
+
+    def finish_loading(self) -> None:
+        """Called once all weights are in place."""
+        for part in self._parts():
+            if isinstance(part, Linear):
+                part.finish_loading()
