@@ -1,0 +1,316 @@
+"""The one check of a step, before any of it takes effect: ranks and fake worker run this same code on the same bytes.
+
+Why a transaction. Parts of a step build on each other (a finished request's blocks may be granted anew two members
+later), so the parts cannot be judged against the state before the step alone; and a step that is refused must leave
+nothing behind. So the members are carried out in the order of the spec, each judged just before, with the inverse of
+every change kept; a refusal plays the inverses back. Rows, the many, are judged with numpy in one sweep.
+
+What a rank must know of a request is little: `computed`, the positions scheduled so far; `known_end`, the tokens known
+or being sampled; its blocks; how it samples. Ranks never look at a sampled token: whether a step is valid depends on
+the limits and the stream before it alone, so every rank comes to the same answer without asking another.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from workerproto.blocks import BlockOwners
+from workerproto.codec import Int32Array, WireError, decode_body, unpack
+from workerproto.messages import HeaderFlag, Kind, New, Packed, RefusalCode, Resume, RowFlag, Sampling, Step
+from workerproto.rows import judge_rows, read_rows, written_blocks
+from workerproto.steps import AcceptedStep, Refusal, RequestTable, StartedRequest, StepLimits
+from workerproto.transaction import Transaction
+
+
+class _Preempted(NamedTuple):
+    known_end: int
+    sampling: Sampling
+
+
+class _Prefix(NamedTuple):
+    request: int
+    blocks: Int32Array
+    field: str
+
+
+class StepValidator:
+    """Holds what the stream so far has established, and accepts or refuses the next step.
+
+    `digest` is a running checksum over the stream as this rank judged it: ranks that disagree differ here.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
+        self.digest = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.table = RequestTable(self.limits)
+        self._transaction = Transaction()
+        self._blocks = BlockOwners(self.limits, self._transaction)
+        self._slot_of: dict[int, int] = {}
+        self._sampling: dict[int, Sampling] = {}
+        self._preempted: dict[int, _Preempted] = {}
+        self._free_slots = list(range(self.limits.live_requests - 1, -1, -1))
+        self._refused_by = 0
+
+    def reset(self) -> int:
+        """Forget every request, and that anything was written (a new lease). Returns how many requests were dropped."""
+        dropped = self.live_requests
+        self._forget()
+        return dropped
+
+    @property
+    def live_requests(self) -> int:
+        """Requests running or preempted."""
+        return len(self._sampling)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that have an owner."""
+        return self._blocks.used
+
+    def check(self, sequence: int, header_flags: int, body: bytes | memoryview) -> AcceptedStep:
+        """Accept the step of this sequence and carry it out on the bookkeeping, or raise Refusal and leave that
+        untouched.
+        """
+        try:
+            self._judge_flags(header_flags)
+            accepted = self._carry_out(sequence, _decode(body))
+        except Refusal as refusal:
+            self._transaction.rollback()
+            if refusal.code is not RefusalCode.AFTER_REFUSAL:
+                self._refused_by = sequence
+            refusal.cause = self._refused_by
+            self.digest = zlib.crc32(b"%d %s" % (sequence, refusal.code.encode()), self.digest)
+            raise
+        self._transaction.commit()
+        self._refused_by = 0
+        self.digest = zlib.crc32(body, zlib.crc32(b"%d" % sequence, self.digest))
+        return accepted
+
+    def _judge_flags(self, flags: int) -> None:
+        if flags & HeaderFlag.SAMPLE_FOLLOWS:
+            raise Refusal(RefusalCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "header.flags", flags)
+        if self._refused_by and not flags & HeaderFlag.RESYNC:
+            raise Refusal(
+                RefusalCode.AFTER_REFUSAL,
+                f"step {self._refused_by} was refused: only a step with RESYNC goes on",
+                "header.flags",
+                flags,
+            )
+        if flags & HeaderFlag.RESYNC and not self._refused_by:
+            raise Refusal(
+                RefusalCode.UNEXPECTED_RESYNC, "RESYNC, but no step was refused before", "header.flags", flags
+            )
+
+    def _carry_out(self, sequence: int, step: Step) -> AcceptedStep:
+        before = frozenset(self._sampling) if step.new else frozenset()
+        freed = self._finish(step.finished) + self._preempt(step.preempted)
+        prefixes: list[_Prefix] = []
+        started = [self._start_new(new, before, prefixes) for new in step.new]
+        started += [self._resume(resume, prefixes) for resume in step.resumed]
+        if self.live_requests > self.limits.live_requests:
+            live, most = self.live_requests, self.limits.live_requests
+            raise Refusal(RefusalCode.TOO_MANY_REQUESTS, f"{live} requests would live, {most} may", "new", live, most)
+        rows = read_rows(step)
+        slots = judge_rows(rows, self._slot_of, self.table, self.limits)
+        table, change = self.table, self._transaction.assign
+        if len(rows.grants):
+            self._append_grants(slots, rows.ids, rows.grant_counts, rows.grants)
+        blocks, ends = written_blocks(rows, slots, table, self.limits)
+        self._blocks.write(blocks, ends)
+        for prefix in prefixes:
+            self._blocks.judge_prefix(prefix.blocks, prefix.request, prefix.field)
+        computed = rows.positions + rows.counts
+        change(table.computed, slots, computed)
+        change(table.known_end, slots, np.maximum(table.known_end[slots], computed) + (rows.flags & RowFlag.SAMPLE))
+        return AcceptedStep(
+            sequence,
+            np.array(freed, np.int32),
+            started,
+            slots,
+            rows.positions,
+            rows.counts,
+            rows.flags,
+            rows.forced,
+            rows.grant_counts,
+            rows.grants,
+        )
+
+    # Members in the order of the spec: finished, preempted, new, resumed; then the grants of the rows.
+
+    def _finish(self, packed: Packed) -> list[int]:
+        freed = []
+        for request in _array(packed, "finished").tolist():
+            if request in self._preempted:
+                self._transaction.pop(self._preempted, request)
+            else:
+                freed.append(self._release(request, "finished"))
+            self._transaction.pop(self._sampling, request)
+        return freed
+
+    def _preempt(self, packed: Packed) -> list[int]:
+        freed = []
+        for request in _array(packed, "preempted").tolist():
+            slot = self._release(request, "preempted")
+            kept = _Preempted(int(self.table.known_end[slot]), self._sampling[request])
+            self._transaction.put(self._preempted, request, kept)
+            freed.append(slot)
+        return freed
+
+    def _release(self, request: int, field: str) -> int:
+        """Take blocks and slot from a running request."""
+        slot = self._slot_of.get(request)
+        if slot is None:
+            raise Refusal(
+                RefusalCode.UNKNOWN_REQUEST, f"request {request} is not running", field, request, request=request
+            )
+        self._blocks.release(self.table.blocks[slot, : self.table.num_blocks[slot]].copy())
+        self._transaction.pop(self._slot_of, request)
+        self._transaction.push(self._free_slots, slot)
+        return slot
+
+    def _start_new(self, new: New, before: frozenset[int], prefixes: list[_Prefix]) -> StartedRequest:
+        if new.id in before or new.id in self._sampling:
+            raise Refusal(
+                RefusalCode.DUPLICATE_REQUEST,
+                f"request {new.id} lives, its id is taken until the next step",
+                "new.id",
+                new.id,
+                request=new.id,
+            )
+        asked, most = new.sampling.logprobs, self.limits.logprobs
+        if asked > most:
+            raise Refusal(
+                RefusalCode.BAD_SAMPLING,
+                f"request {new.id} asks for {asked} logprobs, at most {most} are given",
+                "new.sampling.logprobs",
+                asked,
+                most,
+                new.id,
+            )
+        self._transaction.put(self._sampling, new.id, new.sampling)
+        return self._start(new, "new", new.sampling, prefixes)
+
+    def _resume(self, resume: Resume, prefixes: list[_Prefix]) -> StartedRequest:
+        preempted = self._preempted.get(resume.id)
+        if preempted is None:
+            code = RefusalCode.NOT_PREEMPTED if resume.id in self._slot_of else RefusalCode.UNKNOWN_REQUEST
+            raise Refusal(code, f"request {resume.id} is not preempted", "resumed.id", resume.id, request=resume.id)
+        known, named = preempted.known_end, len(resume.tokens) // 4
+        if named != known:
+            raise Refusal(
+                RefusalCode.TOKENS_DISAGREE,
+                f"request {resume.id} resumes with {named} tokens, {known} are known",
+                "resumed.tokens",
+                named,
+                known,
+                resume.id,
+            )
+        self._transaction.pop(self._preempted, resume.id)
+        return self._start(resume, "resumed", preempted.sampling, prefixes)
+
+    def _start(self, request: New | Resume, member: str, sampling: Sampling, prefixes: list[_Prefix]) -> StartedRequest:
+        name, limits, field = request.id, self.limits, f"{member}.blocks"
+        tokens = _array(request.tokens, f"{member}.tokens", name)
+        blocks = _array(request.blocks, field, name)
+        self._judge_prompt(name, tokens, f"{member}.tokens")
+        computed, size = request.computed, limits.block_size
+        if computed % size or computed >= len(tokens):
+            raise Refusal(
+                RefusalCode.BAD_COMPUTED,
+                f"request {name}: computed {computed} is no multiple of block size {size} below {len(tokens)} tokens",
+                f"{member}.computed",
+                computed,
+                len(tokens) - 1,
+                name,
+            )
+        shared, most = computed // size, limits.blocks_per_request
+        if not shared <= len(blocks) <= most:
+            code = RefusalCode.BLOCKS_MISSING if len(blocks) < shared else RefusalCode.TOO_MANY_BLOCKS
+            raise Refusal(
+                code, f"request {name} has {len(blocks)} blocks, not {shared} … {most}", field, len(blocks), most, name
+            )
+        if not self._free_slots:
+            live = limits.live_requests
+            raise Refusal(
+                RefusalCode.TOO_MANY_REQUESTS,
+                f"request {name} would be one more than {live}",
+                member,
+                live + 1,
+                live,
+                name,
+            )
+        # A block both shared and granted shows as owned when it is granted.
+        requests = np.full(len(blocks), name, np.int32)
+        self._blocks.share(blocks[:shared], requests[:shared], field)
+        self._blocks.grant(blocks[shared:], requests[shared:], field)
+        if shared:
+            prefixes.append(_Prefix(name, blocks[:shared], field))
+        table, change = self.table, self._transaction.assign
+        slot = self._transaction.take(self._free_slots)
+        self._transaction.put(self._slot_of, name, slot)
+        change(table.num_blocks, slot, len(blocks))
+        change(table.computed, slot, computed)
+        change(table.known_end, slot, len(tokens))
+        change(table.blocks[slot], np.arange(len(blocks)), blocks)
+        return StartedRequest(name, slot, tokens, computed, sampling)
+
+    def _judge_prompt(self, request: int, tokens: Int32Array, field: str) -> None:
+        longest, vocabulary = self.limits.max_model_len, self.limits.vocabulary
+        if not len(tokens):
+            raise Refusal(RefusalCode.EMPTY_PROMPT, f"request {request} has no tokens", field, 0, 1, request)
+        if len(tokens) > longest:
+            raise Refusal(
+                RefusalCode.TOO_LONG,
+                f"request {request} has {len(tokens)} tokens, at most {longest} fit",
+                field,
+                len(tokens),
+                longest,
+                request,
+            )
+        outside = (tokens < 0) | (tokens >= vocabulary)
+        if outside.any():
+            token = int(tokens[outside.argmax()])
+            raise Refusal(
+                RefusalCode.TOKEN_OUT_OF_VOCABULARY,
+                f"request {request}: token {token} is not in 0 … {vocabulary - 1}",
+                field,
+                token,
+                vocabulary - 1,
+                request,
+            )
+
+    def _append_grants(self, slots: Int32Array, ids: Int32Array, counts: Int32Array, grants: Int32Array) -> None:
+        """Append each row's grants to its request's block table; `judge_rows` has seen that they fit."""
+        owner = np.repeat(np.arange(len(slots)), counts)
+        self._blocks.grant(grants, ids[owner], "grants")
+        held = self.table.num_blocks[slots]
+        offset = np.arange(len(grants)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Beyond num_blocks the table holds nothing, so that only num_blocks has to be taken back.
+        self.table.blocks[slots[owner], held[owner] + offset] = grants
+        self._transaction.assign(self.table.num_blocks, slots, held + counts)
+
+
+def _decode(body: bytes | memoryview) -> Step:
+    try:
+        return cast(Step, decode_body(Kind.STEP, body))
+    except WireError as error:
+        raise Refusal(RefusalCode.MALFORMED, str(error), error.field) from None
+
+
+def _array(packed: Packed, field: str, request: int | None = None) -> Int32Array:
+    if len(packed) % 4:
+        raise Refusal(
+            RefusalCode.MALFORMED,
+            f"{field} has {len(packed)} bytes, not a multiple of 4",
+            field,
+            len(packed),
+            4,
+            request,
+        )
+    return unpack(packed)
