@@ -8,7 +8,6 @@ Whatever would change the numbers and is not built is refused by name, never ign
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read `folder/config.json`. Raises ValueError, one line naming the file, the field, its value and the bound."""
+        """Read `folder/config.json`. Raises ValueError: one line with the file, the field, its value and the bound."""
         path = Path(folder) / "config.json"
         fields = _Fields(path, _read(path))
         architecture = _architecture(fields)
@@ -98,16 +97,19 @@ class ModelConfig:
 
     def resolve_context(self, requested: int | None = None) -> int:
         """Positions a request may have. ValueError if `requested` (or, without it, the model's own length) passes what
-        is computed right: sliding windows are not built, so a context longer than the window would be silently wrong."""
+        is computed right: sliding windows are not built, so a context longer than the window would be silently wrong.
+        """
         wanted = self.max_position if requested is None else requested
         if wanted < 1:
             raise ValueError(f"maximal model length {wanted} is less than 1")
         if wanted > self.max_position:
-            raise ValueError(f"maximal model length {wanted} exceeds the model's max_position_embeddings {self.max_position}")
+            raise ValueError(
+                f"maximal model length {wanted} exceeds the model's max_position_embeddings {self.max_position}"
+            )
         if wanted > self.longest_context:
             raise ValueError(
-                f"maximal model length {wanted} exceeds the sliding window of {self.sliding_window} tokens, and sliding-window "
-                f"attention is not built; give --max-model-len {self.longest_context} or less"
+                f"maximal model length {wanted} exceeds the sliding window of {self.sliding_window} tokens, and "
+                f"sliding-window attention is not built; give --max-model-len {self.longest_context} or less"
             )
         return wanted
 
@@ -129,7 +131,9 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family(attention_bias_key=True, mlp_bias_key=True),
     "MistralForCausalLM": _Family(kv_heads=8, window=4096),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, kv_heads=32, window_is_optional=True, window=4096),
-    "Qwen3ForCausalLM": _Family(attention_bias_key=True, head_dim=128, kv_heads=32, window_is_optional=True, window=4096),
+    "Qwen3ForCausalLM": _Family(
+        attention_bias_key=True, head_dim=128, kv_heads=32, window_is_optional=True, window=4096
+    ),
 }
 ARCHITECTURES = tuple(_FAMILIES)
 _REQUIRED: Any = object()
@@ -163,7 +167,7 @@ class _Fields:
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         value = self.get(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value < 1e300:
             self.fail(name, value, "must be a finite number above 0")
         return float(value)
 
@@ -199,7 +203,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _architecture(fields: _Fields) -> str:
     names = fields.get("architectures", _REQUIRED)
-    if type(names) is not list or len(names) != 1 or names[0] not in _FAMILIES:
+    if type(names) is not list or len(names) != 1 or names[0] not in ARCHITECTURES:
         fields.fail("architectures", names, f"must be one of {', '.join(ARCHITECTURES)}")
     return str(names[0])
 
@@ -241,9 +245,11 @@ def _sliding_window(fields: _Fields, family: _Family) -> int | None:
             return None
         kinds = fields.get("layer_types", None)
         if kinds is not None:
+            if type(kinds) is not list:
+                fields.fail("layer_types", kinds, "must be a list")
             return window if "sliding_attention" in kinds else None
         full = fields.get("max_window_layers", 28)  # the layers before this one attend to everything
-        return window if type(full) is not int or full < fields.integer("num_hidden_layers") else None
+        return None if type(full) is int and full >= fields.integer("num_hidden_layers") else window
     return window
 
 

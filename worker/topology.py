@@ -27,7 +27,9 @@ class Topology:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in 0 … {self.world_size - 1} (tp {self.tp} x pp {self.pp})")
         if len(self.partition) != self.pp or min(self.partition) < 1:
-            raise ValueError(f"layers per stage {list(self.partition)} do not give each of {self.pp} stages at least one")
+            raise ValueError(
+                f"layers per stage {list(self.partition)} do not give each of {self.pp} stages at least one"
+            )
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, tp: int, pp: int, explicit: Sequence[int] | None = None) -> Topology:
@@ -114,7 +116,8 @@ def check_divisible(config: ModelConfig, tp: int) -> None:
     if (problem := _obstacle(config, tp)) is not None:
         what, count = problem
         possible = ", ".join(str(n) for n in range(1, config.heads + 1) if _obstacle(config, n) is None)
-        raise ValueError(f"{count} {what} cannot be divided by tp {tp}: {count} / {tp} = {count / tp:.4g}; tp may be {possible}")
+        share = f"{count} / {tp} = {count / tp:.4g}"
+        raise ValueError(f"{count} {what} cannot be divided by tp {tp}: {share}; tp may be {possible}")
 
 
 def _obstacle(config: ModelConfig, tp: int) -> tuple[str, int] | None:

@@ -68,7 +68,9 @@ class AttentionBatch:
         return cls(torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device), backend.plan(rows))
 
 
-def make_backend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> AttentionBackend:
+def make_backend(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> AttentionBackend:
     """The attention of a device; heads are those of one tp rank. ValueError for a device that has none."""
     if device.type in ("cpu", "meta"):  # meta: a model of shapes only
         from worker.layers.sdpa_attention import SdpaAttention

@@ -69,7 +69,14 @@ class RowParallel(Linear):
     """Each rank holds columns of the checkpoint's [outputs, inputs] weight; rank 0 alone adds the bias to the sum."""
 
     def __init__(
-        self, name: str, inputs: int, outputs: int, bias: bool, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(inputs // group.size, outputs, bias and group.rank == 0, dtype, device)
         self.group = group
@@ -86,7 +93,14 @@ class GateUp(Linear):
     """The MLP's two input projections: this rank's gate outputs, then as many up outputs."""
 
     def __init__(
-        self, name: str, inputs: int, outputs: int, bias: bool, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         local = outputs // group.size
         super().__init__(inputs, 2 * local, bias, dtype, device)

@@ -18,7 +18,7 @@ class Rotary:
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [T] -> cos, sin [T, 1, head_dim] in the model dtype; the first half of sin is negated, see `rotate_`."""
+        """int64 [T] -> cos, sin [T, 1, head_dim] in the model dtype; sin's first half is negated, see `rotate_`."""
         angles = positions[:, None].float() * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (

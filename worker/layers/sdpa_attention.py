@@ -138,7 +138,7 @@ class SdpaAttention:
 
 
 def _similar(rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> list[NDArray[np.intp]]:
-    """Groups of rows, longest first, each padded to its longest; a group ends where padding would cost more than a call.
+    """Groups of rows, longest first, each padded to its longest; one ends where padding would cost more than a call.
 
     The rows of a group keep their order in the step.
     """
@@ -153,6 +153,6 @@ def _similar(rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> list[NDArray
 
 
 def _causal_mask(longest: int, dtype: torch.dtype) -> Tensor:
-    """[QUERY_TILE, longest + QUERY_TILE], additive: every tile's mask, at any position below `longest`, is a window of it."""
+    """[QUERY_TILE, longest + QUERY_TILE], additive: the mask of any tile below position `longest` is a window of it."""
     mask = torch.full((QUERY_TILE, longest + QUERY_TILE), -torch.inf, dtype=dtype)
     return mask.triu_(longest + 1)

@@ -1,6 +1,6 @@
 """Embedding and head, each rank holding an equal share of the vocabulary's rows.
 
-The vocabulary is padded to a multiple of the ranks; padding rows are zero, belong to no token, and are cut off the logits.
+The vocabulary is padded to a multiple of the ranks; padding rows are zero, belong to no token, are cut off the logits.
 """
 
 from __future__ import annotations

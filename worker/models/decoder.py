@@ -69,7 +69,9 @@ class MLP:
         config, group = context.config, context.group
         sizes = (config.hidden, config.intermediate)
         self.gate_up = GateUp(name, *sizes, config.mlp_bias, group, context.dtype, context.device)
-        self.down = RowParallel(f"{name}.down_proj", *sizes[::-1], config.mlp_bias, group, context.dtype, context.device)
+        self.down = RowParallel(
+            f"{name}.down_proj", *sizes[::-1], config.mlp_bias, group, context.dtype, context.device
+        )
         self.width = config.intermediate // group.size
         self.parts: list[Part] = [self.gate_up, self.down]
 
@@ -91,8 +93,10 @@ class Layer:
         self.mlp = MLP(f"{name}.mlp", context)
         self.parts: list[Part] = [self.attention_norm, *self.attention.parts, self.mlp_norm, *self.mlp.parts]
 
-    def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, cache: Tensor) -> Tensor:
-        # The residual is added into the projection's fresh output: `hidden` may be a buffer that a receive will refill.
+    def __call__(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, cache: Tensor
+    ) -> Tensor:
+        # The residual is added into the projection's fresh output: `hidden` may be a buffer that a receive refills.
         hidden = self.attention(self.attention_norm(hidden), rotation, batch, cache).add_(hidden)
         return self.mlp(self.mlp_norm(hidden)).add_(hidden)
 
@@ -148,7 +152,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[n, hidden] of the positions to sample -> float32 [n, vocab] on tp rank 0, else None; last stage only."""
-        assert self.final_norm is not None and self.head is not None
+        assert self.final_norm is not None
+        assert self.head is not None
         return self.head.logits(self.final_norm(hidden))
 
     def _parts(self) -> Iterator[Part]:

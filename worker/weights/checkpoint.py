@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -62,12 +61,13 @@ class Checkpoint:
                     continue
                 others = sum(n not in expected and not harmless.fullmatch(n) for n in self.entries) - 1
                 raise WeightsError(f"{entry.file}: tensor {name} is unexpected in this architecture{_more(others)}")
+            where = f"{entry.file}: tensor {name}"
             if entry.shape != expected[name]:
                 raise WeightsError(
-                    f"{entry.file}: tensor {name} has shape {list(entry.shape)}, config.json makes it {list(expected[name])}"
+                    f"{where} has shape {list(entry.shape)}, config.json makes it {list(expected[name])}"
                 )
             if entry.dtype not in ITEM_BYTES:
-                raise WeightsError(f"{entry.file}: tensor {name} has dtype {entry.dtype}; read are {', '.join(ITEM_BYTES)}")
+                raise WeightsError(f"{where} has dtype {entry.dtype}; read are {', '.join(ITEM_BYTES)}")
         if missing := [name for name in expected if name not in self.entries]:
             raise WeightsError(f"{self.folder}: tensor {missing[0]} is missing{_more(len(missing) - 1)}")
 
@@ -87,7 +87,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.clear()  # the maps go with the last reference
 
 
@@ -105,7 +105,9 @@ def read_header(file: Path) -> dict[str, Entry]:
             if length > LARGEST_HEADER:
                 raise WeightsError(f"{file}: begins with {start!r}, which is no safetensors header")
             if length > size - 8:
-                raise WeightsError(f"{file}: truncated in its header: {size} bytes of at least {length + 8}; download it again")
+                raise WeightsError(
+                    f"{file}: truncated in its header: {size} bytes of at least {length + 8}; download it again"
+                )
             text = stream.read(length)
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read: {error.strerror}") from None
@@ -129,7 +131,8 @@ def _entry(file: Path, name: str, fields: Any, data_bytes: int) -> Entry:
         raise WeightsError(f"{file}: tensor {name} has a broken entry in the safetensors header")
     if end > data_bytes:
         raise WeightsError(
-            f"{file}: truncated: tensor {name} ends at byte {end} of the data, the file has {data_bytes}; download it again"
+            f"{file}: truncated: tensor {name} ends at byte {end} of the data, the file has {data_bytes}; "
+            "download it again"
         )
     if dtype in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         needed = math.prod(shape) * ITEM_BYTES[dtype]
@@ -167,7 +170,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         raise WeightsError(f"{index}: broken index: {type(error).__name__}: {error}") from None
     for name, file in places.items():
         if type(file) is not str or Path(file).name != file or not file.endswith(".safetensors"):
-            raise WeightsError(f"{index}: {name} is placed in {file!r}, which is not the name of a safetensors file beside it")
+            raise WeightsError(f"{index}: {name} is placed in {file!r}, which names no safetensors file beside it")
     return {name: index.parent / file for name, file in places.items()}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -44,5 +43,5 @@ class DummyWeights:
     def __enter__(self) -> DummyWeights:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         pass

@@ -31,7 +31,7 @@ class Loadable(Protocol):
 
 
 def open_weights(folder: str | Path, load_format: str = "auto", seed: int = 0) -> Checkpoint | DummyWeights:
-    """`load_format` is one of LOAD_FORMATS. Raises ValueError for another, WeightsError for a folder that is not sound."""
+    """`load_format` is one of LOAD_FORMATS. ValueError for another, WeightsError for a folder that is not sound."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     return DummyWeights(seed) if load_format == "dummy" else Checkpoint(folder)
