@@ -110,7 +110,12 @@ class Decoder:
     attention: ClassVar[type[Attention]] = Attention
 
     def __init__(
-        self, config: ModelConfig, topology: Topology, dtype: torch.dtype, device: torch.device, group: TensorParallelGroup
+        self,
+        config: ModelConfig,
+        topology: Topology,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorParallelGroup,
     ) -> None:
         check_divisible(config, topology.tp)
         assert (group.rank, group.size) == (topology.tp_rank, topology.tp)

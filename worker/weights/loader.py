@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from worker.weights.checkpoint import Checkpoint, WeightsError
+from worker.weights.checkpoint import Checkpoint
 from worker.weights.dummy import DummyWeights
 from worker.weights.placement import Placement
 
@@ -46,9 +46,7 @@ def load_weights(model: Loadable, weights: Checkpoint | DummyWeights, progress: 
     with weights:
         weights.check(model.checkpoint_shapes, model.harmless)
         placements = model.placements
-        if twice := len(placements) - len({placement.name for placement in placements}):
-            # Only a tied head on a stage that has no embedding loads the embedding's tensor, and then it comes once.
-            raise WeightsError(f"the model asks for {twice} tensors twice")
+        assert len({placement.name for placement in placements}) == len(placements), "a tensor is asked for twice"
         total = sum(piece.target.nbytes for placement in placements for piece in placement.pieces)
         done = 0
         for placement in placements:
