@@ -1,0 +1,212 @@
+"""The socket under a `Session`: what a scheduler in Python uses to drive a gang.
+
+    with Client(endpoint_of("demo", os.environ)) as gang:
+        facts = gang.wait_ready()
+        gang.submit(Step(...))
+        answer = gang.receive()
+
+Not for several threads. Pings are exchanged inside `receive`: a scheduler that stays away from it for longer than the
+lease's time-out loses the lease.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from workerproto.messages import Error, ErrorCode, Event, Facts, Step, Welcome
+from workerproto.session import Frames, Received, Session
+from workerproto.states import Gang, RemoteStateError
+
+MAX_FRAME_BYTES = 64 * 2**20
+"""Hard limit of one frame; a peer that sends more is disconnected."""
+
+
+class ClientError(ValueError):
+    """The gang cannot be used, for a reason that the message gives."""
+
+
+class NoSuchGang(ClientError):
+    """Nothing listens there."""
+
+
+class LeaseHeld(ClientError):
+    """Another scheduler drives the gang."""
+
+
+class LeaseLost(ClientError):
+    """The lease ended: taken over, timed out, or the gang said Bye."""
+
+
+class GangFailed(ClientError):
+    """The gang failed; `event` has the cause."""
+
+    def __init__(self, event: Event) -> None:
+        fault = event.fault
+        where = "" if fault is None or fault.rank is None else f" on rank {fault.rank}"
+        what = "" if fault is None else f": {fault.message or fault.signal or f'exit code {fault.code}'}"
+        super().__init__(f"the gang failed{where}{what}")
+        self.event = event
+
+
+class TimedOut(ClientError):
+    """No answer within the caller's limit. The lease, if held, is still held."""
+
+
+class Client:
+    """One lease on the gang at `endpoint`, from `attach` (or `with`) to `close`. To attach again, make a new one."""
+
+    def __init__(self, endpoint: str, *, name: str = "", takeover: bool = False, timeout: float = 10.0) -> None:
+        """`name` is for people who look at the gang's status; `timeout`, seconds, bounds `attach`."""
+        self.endpoint = endpoint
+        self._name = name
+        self._takeover = takeover
+        self._timeout = timeout
+        self._session = Session()
+        self._waiting: deque[Received] = deque()
+        # A fresh socket a lease: what an old one still queues would reach a newly bound coordinator.
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        # Credit bounds both queues; the marks only keep a broken peer from filling memory.
+        self._socket.setsockopt(zmq.SNDHWM, 1024)
+        self._socket.setsockopt(zmq.RCVHWM, 1024)
+        self._next_ping = 0.0
+        self._silent_since = 0.0
+
+    @property
+    def facts(self) -> Facts | None:
+        """What the gang is; None before it is READY."""
+        return self._session.facts
+
+    @property
+    def state(self) -> Gang:
+        return self._session.state
+
+    @property
+    def epoch(self) -> int:
+        return self._session.epoch
+
+    @property
+    def credit(self) -> int:
+        """Steps that `submit` takes before the next answer."""
+        return self._session.credit
+
+    def __enter__(self) -> Self:
+        try:
+            self.attach()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def attach(self) -> Welcome:
+        """Get the lease. Raises NoSuchGang, LeaseHeld, TimedOut, or another ClientError if the gang refuses."""
+        path = self.endpoint.removeprefix("ipc://")
+        if path != self.endpoint and not Path(path).exists():
+            raise NoSuchGang(f"no gang listens at {self.endpoint}")
+        self._socket.connect(self.endpoint)
+        self._send(self._session.hello(self._name, self._takeover))
+        received = self._next(self._timeout, f"no answer from {self.endpoint} within {self._timeout:g} s")
+        message = received.message
+        if isinstance(message, Error):
+            held = message.code is ErrorCode.LEASE_HELD
+            raise (LeaseHeld if held else ClientError)(f"{self.endpoint}: {message.message or message.code}")
+        if not isinstance(message, Welcome):
+            raise LeaseLost(f"{self.endpoint} answered Hello with {type(message).__name__}")
+        return message
+
+    def wait_ready(self, timeout: float | None = None) -> Facts:
+        """Return once the gang is READY. Raises TimedOut, GangFailed, LeaseLost.
+
+        What else comes meanwhile is kept for `receive`.
+        """
+        limit = None if timeout is None else time.monotonic() + timeout
+        while self.state is not Gang.READY or self.facts is None:
+            left = None if limit is None else limit - time.monotonic()
+            received = self._next(left, f"the gang is {self.state}, not READY, after {timeout} s")
+            if isinstance(received.message, Event):
+                if self.state is Gang.FAILED:
+                    raise GangFailed(received.message)
+            else:
+                self._waiting.append(received)
+        return self.facts
+
+    def submit(self, step: Step, *, resync: bool = False) -> int:
+        """Send a step and return its sequence, by which its one answer will be known.
+
+        `resync` marks the step that goes on after a refusal. Raises LocalStateError without lease, READY gang or credit.
+        """
+        seq, frames = self._session.step(step, resync)
+        self._send(frames)
+        return seq
+
+    def receive(self, timeout: float | None = None) -> Received:
+        """The next answer or event, and the sequence it answers; `timeout` in seconds, None without limit.
+
+        Raises TimedOut; LeaseLost once the lease is over (of which Bye or an Error may have told before);
+        RemoteStateError if the peer breaks the spec.
+        """
+        if self._waiting:
+            return self._waiting.popleft()
+        return self._next(timeout, f"nothing came within {timeout} s")
+
+    def close(self) -> None:
+        """Say Bye if there is someone to say it to, and close the socket. Closing twice is harmless."""
+        if self._socket.closed:
+            return
+        if self._session.held:
+            self._send(self._session.bye())
+            self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.close()
+
+    def _next(self, timeout: float | None, overdue: str) -> Received:
+        limit = None if timeout is None else time.monotonic() + timeout
+        while True:
+            wait = self._keep_alive()
+            if limit is not None:
+                wait = min(wait, max(0.0, limit - time.monotonic()))
+            if not self._socket.poll(int(wait * 1000 + 0.999)):
+                if limit is not None and time.monotonic() >= limit:
+                    raise TimedOut(overdue)
+                continue
+            self._silent_since = 0.0
+            received, reply = self._session.receive(self._socket.recv_multipart())
+            if reply is not None:
+                self._send(reply)
+            if received is not None:
+                return received
+
+    def _keep_alive(self) -> float:
+        """Ping when it is due. Returns seconds until the next is; raises LeaseLost if there is no one left."""
+        session, now = self._session, time.monotonic()
+        if session.ended:
+            raise LeaseLost(f"the lease on {self.endpoint} is over")
+        if not session.held:
+            return 60.0
+        # What came while the caller was away has not been read yet, and is a sign of life.
+        silent = now - self._silent_since if self._silent_since else 0.0
+        if silent >= session.lease_timeout_s and not self._socket.poll(0):
+            session.lapse()
+            raise LeaseLost(f"{self.endpoint} has not answered for {silent:.1f} s")
+        if now >= self._next_ping:
+            self._send(session.ping())
+            self._silent_since = self._silent_since or now
+            self._next_ping = now + session.lease_timeout_s / 3
+        return self._next_ping - now
+
+    def _send(self, frames: Frames) -> None:
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.Again:
+            raise RemoteStateError(f"{self.endpoint} does not read what is sent to it") from None

@@ -1,0 +1,190 @@
+"""A scheduler's side of one lease, without a socket: frames in, frames out, and what may be said when.
+
+Every attachment is a new `Session` with a lease of its own. It counts sequence and credit, follows the epoch, answers
+pings, and holds the peer to the spec: `LocalStateError` is a mistake of this side, `RemoteStateError` one of the peer's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from typing import NamedTuple, cast
+
+from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
+from workerproto.messages import (
+    Bye,
+    Error,
+    ErrorCode,
+    Event,
+    Facts,
+    HeaderFlag,
+    Hello,
+    Kind,
+    Message,
+    Refused,
+    Result,
+    Step,
+    Welcome,
+)
+from workerproto.states import (
+    LEASE,
+    Gang,
+    Lease,
+    LeaseEvent,
+    LocalStateError,
+    Machine,
+    RemoteStateError,
+)
+
+Frames = tuple[bytes, bytes]
+Answer = Welcome | Result | Refused | Error | Event | Bye
+_EXPECTED = frozenset({Kind.WELCOME, Kind.RESULT, Kind.REFUSED, Kind.ERROR, Kind.EVENT, Kind.BYE, Kind.PING, Kind.PONG})
+
+
+class Received(NamedTuple):
+    """A message and the sequence that it answers; 0 where it answers none."""
+
+    seq: int
+    message: Answer
+
+
+class Session:
+    """One lease. Give it every frame that comes (`receive`), and send what it makes (`hello`, `step`, …).
+
+    facts: what a READY gang is; None until then, and after a failure. state: the gang's, as last heard.
+    """
+
+    def __init__(self) -> None:
+        self.lease = 1 + secrets.randbelow(2**32 - 1)
+        self.epoch = 0
+        self.state = Gang.STARTING
+        self.facts: Facts | None = None
+        self.lease_timeout_s = 0.0
+        self._machine: Machine[Lease, LeaseEvent] = Machine(LEASE, Lease.NONE)
+        self._next_seq = 1
+        self._unanswered: deque[int] = deque()
+
+    @property
+    def held(self) -> bool:
+        return self._machine.state is Lease.HELD
+
+    @property
+    def ended(self) -> bool:
+        return self._machine.state is Lease.ENDED
+
+    @property
+    def unanswered(self) -> int:
+        """Steps sent whose answer has not come."""
+        return len(self._unanswered)
+
+    @property
+    def credit(self) -> int:
+        """Steps that may be sent before the next answer; 0 while the gang is not READY."""
+        if not self.held or self.state is not Gang.READY or self.facts is None:
+            return 0
+        return self.facts.limits.steps_in_flight - len(self._unanswered)
+
+    def hello(self, client: str, takeover: bool) -> Frames:
+        """Ask for the lease. Raises LocalStateError the second time: a lease is asked for once."""
+        self._machine.move(LeaseEvent.HELLO)
+        return self._frames(Kind.HELLO, Hello(client, [], takeover))
+
+    def step(self, step: Step, resync: bool = False) -> tuple[int, Frames]:
+        """The next step and its sequence. Raises LocalStateError without lease, READY gang or credit."""
+        if not self.held:
+            raise LocalStateError(f"a step needs the lease, which is {self._machine.state}")
+        if self.credit < 1:
+            raise LocalStateError(
+                f"no credit: {self.unanswered} steps are unanswered"
+                if self.state is Gang.READY
+                else f"a step needs a READY gang, this one is {self.state}"
+            )
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        self._unanswered.append(seq)
+        flags = int(HeaderFlag.RESYNC) if resync else 0
+        return seq, (Header(Kind.STEP, flags, self.epoch, self.lease, seq).encode(), encode_body(step))
+
+    def ping(self) -> Frames:
+        return self._frames(Kind.PING)
+
+    def bye(self) -> Frames:
+        """Give the lease back. Raises LocalStateError if it is not held or asked for."""
+        self._machine.move(LeaseEvent.BYE)
+        return self._frames(Kind.BYE, Bye())
+
+    def lapse(self) -> None:
+        """The peer has been silent too long."""
+        self._machine.move(LeaseEvent.TIMEOUT)
+
+    def receive(self, frames: list[bytes]) -> tuple[Received | None, Frames | None]:
+        """Take in one message: (what the scheduler should know, what must be sent back).
+
+        Raises RemoteStateError if the message is not one that the spec allows here.
+        """
+        if len(frames) != 2:
+            raise RemoteStateError(f"a message of {len(frames)} frames came, not of 2")
+        try:
+            header = decode_header(frames[0])
+            message = decode_body(header.kind, frames[1])
+        except WireError as error:
+            raise RemoteStateError(f"the peer sent what is not on the wire: {error}") from error
+        if header.kind not in _EXPECTED:
+            raise RemoteStateError(f"{header.kind.name} is not for a scheduler to receive")
+        if header.kind is Kind.PING:
+            return None, self._frames(Kind.PONG)
+        if header.kind is Kind.PONG:
+            return None, None
+        return self._take(header, cast(Answer, message)), None
+
+    def _take(self, header: Header, message: Answer) -> Received | None:
+        match message:
+            case Welcome():
+                self._machine.move(LeaseEvent.WELCOME, RemoteStateError)
+                self.epoch, self.state, self.facts = header.epoch, Gang(message.state), message.facts
+                self.lease_timeout_s = message.lease_timeout_ms / 1000
+                return Received(0, message)
+            case Error():
+                return self._take_error(message)
+            case Bye():
+                if self.ended:
+                    return None
+                self._machine.move(LeaseEvent.GANG_ENDED, RemoteStateError)
+                return Received(0, message)
+        if not self.held:
+            raise RemoteStateError(f"{header.kind.name} came for a lease that is {self._machine.state}")
+        if isinstance(message, Event):
+            self._take_event(message)
+            return Received(0, message)
+        if header.epoch != self.epoch:
+            raise RemoteStateError(f"{header.kind.name} of epoch {header.epoch} came in epoch {self.epoch}")
+        if not self._unanswered or header.seq != self._unanswered[0]:
+            expected = self._unanswered[0] if self._unanswered else "none"
+            raise RemoteStateError(f"the answer to step {header.seq} came, the next to be answered is {expected}")
+        return Received(self._unanswered.popleft(), message)
+
+    def _take_error(self, error: Error) -> Received:
+        """A frame counts as never sent: its credit returns, and its sequence is used again."""
+        if self._machine.state is Lease.ATTACHING:
+            self._machine.move(LeaseEvent.REFUSE)
+        elif self.held and error.code in (ErrorCode.LEASE_ENDED, ErrorCode.BAD_LEASE):
+            self._machine.move(LeaseEvent.TAKEOVER)
+        elif error.seq in self._unanswered:
+            self._unanswered.remove(error.seq)
+            # Steps sent behind it are in error too, each by an Error of its own: the lowest is the one to go on with.
+            self._next_seq = min(self._next_seq, error.seq)
+        return Received(error.seq, error)
+
+    def _take_event(self, event: Event) -> None:
+        if event.epoch < self.epoch:
+            raise RemoteStateError(f"an Event of epoch {event.epoch} came in epoch {self.epoch}")
+        self.epoch, self.state = event.epoch, Gang(event.state)
+        self.facts = event.facts or self.facts
+        if self.state is Gang.FAILED:
+            # Answers everything that is open: its effect is lost, and a next epoch goes on behind the last answer.
+            self._unanswered.clear()
+            self._next_seq = event.last_answered + 1
+            self.facts = None
+
+    def _frames(self, kind: Kind, body: Message | None = None) -> Frames:
+        header = Header(kind, 0, self.epoch, self.lease)
+        return header.encode(), b"" if body is None else encode_body(body)
