@@ -1,0 +1,157 @@
+"""One rank: what a step feeds the model, and that paging, chunks, feedback and reuse of slots change no result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gang.stage_runs import make_runner, run_workload
+from tests.gang.workload import LIMITS, accepted_steps
+from worker.execution.batch import inputs_of, samples_of
+from worker.execution.model_runner import ModelRunner
+from worker.execution.slots import RequestSlots
+from worker.layers.attention import AttentionBatch, Rows
+from worker.parallel.groups import make_groups
+from worker.topology import Topology
+from workerproto.messages import Sampling
+from workerproto.steps import AcceptedStep, StartedRequest
+from workerproto.validate import StepValidator
+
+CPU = torch.device("cpu")
+NONE = np.empty(0, np.int32)
+
+
+def step_of(
+    sequence: int,
+    rows: list[tuple[int, int, int, int]],
+    *,
+    forced: Sequence[int] = (),
+    started: Sequence[StartedRequest] = (),
+) -> AcceptedStep:
+    slots, positions, counts, flags = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    inputs = np.array(forced, np.int32)
+    return AcceptedStep(
+        sequence, NONE, list(started), slots, positions, counts, flags, inputs, np.zeros_like(slots), NONE
+    )
+
+
+def query_start(step: AcceptedStep) -> np.ndarray:
+    return np.concatenate(([0], step.counts.cumsum())).astype(np.int32)
+
+
+def test_inputs_come_from_prompt_feedback_and_scheduler() -> None:
+    slots = RequestSlots(4)
+    prompts = {0: [10, 11, 12], 2: [20, 21], 3: [30, 31, 32, 33]}
+    started = [StartedRequest(s, s, np.array(p, np.int32), 0, Sampling(seed=s)) for s, p in prompts.items()]
+    first = step_of(1, [(3, 0, 2, 0), (0, 0, 3, 1), (2, 0, 2, 1)], started=started)
+    slots.apply(first)
+    inputs = inputs_of(first, query_start(first), slots)
+    assert inputs.known.tolist() == [30, 31, 10, 11, 12, 20, 21]
+    assert inputs.needed == -1
+    samples = samples_of(first, query_start(first))
+    assert (samples.places.tolist(), samples.slots.tolist(), samples.positions.tolist()) == ([4, 6], [0, 2], [3, 2])
+    slots.sampled(1, samples.slots, samples.positions)
+
+    last_tokens = torch.tensor([100, 101, 102, 103])
+    mixed = step_of(2, [(0, 3, 1, 1), (3, 2, 1, 0), (2, 2, 3, 3)], forced=[7, 8, 9])
+    slots.apply(mixed)
+    inputs = inputs_of(mixed, query_start(mixed), slots)
+    assert inputs.on(CPU, last_tokens).tolist() == [100, 32, 7, 8, 9]
+    assert inputs.needed == 1
+    assert slots.sampling(mixed.slots, mixed.positions).seed.tolist() == [0, 3, 2]
+
+    decode = step_of(3, [(0, 3, 1, 1)])
+    assert inputs_of(decode, query_start(decode), slots).on(CPU, last_tokens).tolist() == [100]
+
+
+def test_a_freed_slot_forgets_what_it_sampled() -> None:
+    slots = RequestSlots(2)
+    tokens = np.arange(5, dtype=np.int32)
+    slots.apply(step_of(1, [(0, 0, 5, 1)], started=[StartedRequest(1, 0, tokens, 0, Sampling())]))
+    slots.sampled(1, np.array([0], np.int32), np.array([5], np.int32))
+    seated = StartedRequest(2, 0, np.arange(9, dtype=np.int32), 0, Sampling())
+    again = AcceptedStep(2, np.array([0], np.int32), [seated], *[NONE] * 7)
+    slots.apply(again)
+    step = step_of(3, [(0, 5, 1, 0)])
+    assert inputs_of(step, query_start(step), slots).known.tolist() == [5]
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    topology = Topology(0, 1, 1, (7,))
+    return make_runner(2, topology, make_groups(topology, None, CPU, timedelta(seconds=1)))
+
+
+@torch.inference_mode()
+def whole_forward(runner: ModelRunner, tokens: list[int]) -> np.ndarray:
+    """Logits after the last token, the sequence computed in one piece in a cache of its own."""
+    n, size = len(tokens), LIMITS.block_size
+    tables = np.arange(-(-n // size), dtype=np.int32)[None]
+    rows = Rows(np.array([0, n], np.int32), np.zeros(1, np.int32), np.array([n], np.int32), tables, size)
+    batch = AttentionBatch.build(runner.model.backend, rows, CPU)
+    caches = runner.kv_shape.allocate(tables.size, CPU)
+    hidden = runner.model.forward(runner.model.embed(torch.tensor(tokens)), batch, caches)
+    logits = runner.model.logits(hidden[-1:])
+    assert logits is not None
+    return logits[0].numpy()
+
+
+def test_a_busy_stream_computes_what_each_request_computes_alone(runner: ModelRunner) -> None:
+    record = run_workload(runner)
+    assert len(record.tokens) > 80
+    assert len(set(record.tokens)) > 20
+    for logits, history in zip(record.logits, record.histories, strict=True):
+        alone = whole_forward(runner, history)
+        assert np.abs(logits - alone).max() <= 1e-4 * np.abs(alone).max()
+
+
+def test_a_new_lease_starts_from_nothing(runner: ModelRunner) -> None:
+    assert run_workload(runner).tokens == run_workload(runner).tokens
+
+
+def test_warming_up_touches_the_padding_block_alone_and_leaves_no_request(runner: ModelRunner) -> None:
+    runner.allocate(LIMITS.num_blocks)
+    runner.capture()
+    assert all(not cache[:-1].any() and cache[-1].any() for cache in runner.caches)
+    assert (runner.slots.sampled_at == -1).all()
+
+
+def test_profiling_runs_the_largest_step_and_leaves_no_trace(runner: ModelRunner) -> None:
+    before = run_workload(runner).tokens
+    profile = runner.profile()
+    assert profile.peak_bytes >= 0
+    assert profile.seconds > 0
+    assert run_workload(runner).tokens == before
+
+
+def test_the_number_of_blocks_follows_from_bytes(runner: ModelRunner) -> None:
+    assert runner.block_bytes == 7 * 16 * 2 * 2 * 8 * 4  # layers, positions, K and V, heads, elements, bytes
+    assert runner.num_blocks(runner.block_bytes * 11) == 10  # one is for padding
+    with pytest.raises(ValueError, match="hold no block"):
+        runner.num_blocks(runner.block_bytes)
+
+
+def test_a_step_without_rows_is_answered_and_costs_nothing(runner: ModelRunner) -> None:
+    empty = AcceptedStep(9, NONE, [], NONE, NONE, NONE, NONE, NONE, NONE, NONE)
+    output = runner.execute(empty, StepValidator(LIMITS).table)
+    assert output is not None
+    assert (output.sequence, len(output.tokens), output.timings.forward) == (9, 0, 0)
+
+
+def test_timings_and_logprobs_are_given(runner: ModelRunner) -> None:
+    validator, asked = StepValidator(LIMITS), 0
+    for step, _ in accepted_steps(validator):
+        output = runner.execute(step, validator.table)
+        assert output is not None
+        if step.num_rows:
+            assert output.timings.forward > 0
+            assert output.timings.wait >= 0
+        if output.logprobs is not None:
+            asked += len(output.logprobs.ranks)
+            assert len(output.logprobs.ids) == len(output.logprobs.values)
+    assert asked == 18  # ten samples of request 2 and eight of request 6
+    runner.reset()

@@ -1,0 +1,1 @@
+"""A step on one rank: batch, forward, sample. Knows nothing of sockets."""

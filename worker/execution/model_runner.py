@@ -1,0 +1,207 @@
+"""A rank's share of every step, on a torch device whose results are ready when the call returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from worker.execution import dummy
+from worker.execution.batch import Inputs, Samples, inputs_of, rows_of, samples_of
+from worker.execution.runner import BlockTable, Profile, RunnerConfig, StepOutput, StepTimings
+from worker.execution.sampler import Logprobs, Sampled, SamplingRows, sample
+from worker.execution.slots import RequestSlots
+from worker.layers.attention import AttentionBatch, Rows
+from worker.memory.kv_cache import KVCacheShape
+from worker.model_config import ModelConfig
+from worker.models import build_model
+from worker.models.decoder import Decoder
+from worker.parallel.groups import Groups
+from worker.parallel.pipeline import Receiver, Sender, TokenFeed
+from worker.topology import Topology
+from workerproto.steps import AcceptedStep
+
+
+class ModelRunner:
+    """See `Runner`. One stage's model, its KV cache, and its ends of the hops to the stages before and after."""
+
+    def __init__(self, model_config: ModelConfig, topology: Topology, config: RunnerConfig, groups: Groups) -> None:
+        if config.max_logprobs > model_config.vocab:
+            raise ValueError(f"max_logprobs {config.max_logprobs} exceeds the vocabulary of {model_config.vocab}")
+        self.model_config, self.topology, self.config, self.groups = model_config, topology, config, groups
+        self.group = groups.tensor_parallel
+        self.slots = RequestSlots(config.max_requests)
+        self.last_tokens = torch.zeros(config.max_requests, dtype=torch.int64, device=config.device)
+        self.model: Decoder
+        self.caches: list[Tensor] = []
+        self._open_hops()
+
+    def _open_hops(self) -> None:
+        config, groups = self.config, self.groups
+        hidden = ((config.max_batched_tokens, self.model_config.hidden), config.dtype, config.device)
+        tokens = ((config.max_rows,), torch.int32, config.device)
+        # A stage reads what it received before it posts the next receive but one; it may be far ahead of the next
+        # stage.
+        ahead = config.max_steps_in_flight
+        self.hidden_in = Receiver(groups.hidden_in, 2, *hidden) if groups.hidden_in else None
+        self.hidden_out = Sender(groups.hidden_out, ahead, *hidden) if groups.hidden_out else None
+        self.tokens_out = Sender(groups.tokens_out, ahead, *tokens) if groups.tokens_out else None
+        self.feed = None
+        if groups.tokens_in:
+            self.feed = TokenFeed(Receiver(groups.tokens_in, ahead, *tokens), self.last_tokens)
+
+    # Bring-up.
+
+    @torch.inference_mode()
+    def load(self, fill: Callable[[Decoder], object]) -> None:
+        config = self.config
+        self.model = build_model(self.model_config, self.topology, config.dtype, config.device, self.group)
+        fill(self.model)
+
+    @property
+    def kv_shape(self) -> KVCacheShape:
+        model = self.model
+        return KVCacheShape(
+            len(model.layers), self.config.block_size, model.kv_heads, self.model_config.head_dim, self.config.dtype
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.kv_shape.block_bytes
+
+    def num_blocks(self, kv_bytes: int) -> int:
+        return self.kv_shape.blocks_in(kv_bytes)
+
+    @torch.inference_mode()
+    def profile(self) -> Profile:
+        with dummy.peak_memory() as peak:
+            began = time.perf_counter()
+            self._largest_step()
+            seconds = time.perf_counter() - began
+        return Profile(peak.bytes, seconds)
+
+    def _largest_step(self) -> None:
+        """All the tokens a step may have, as prompts as long as may be; then the dearest sampling for as many rows."""
+        config, vocab = self.config, self.model_config.vocab
+        rows = dummy.largest_rows(config)
+        num_blocks = int(rows.block_tables.max()) + 1
+        # All layers write into the same cache: what they compute does not matter here, and only one has to fit.
+        caches = replace(self.kv_shape, layers=1).allocate(num_blocks, config.device) * len(self.model.layers)
+        tokens = int(rows.query_start[-1])
+        generator = torch.Generator().manual_seed(0)
+        if self.topology.is_first_stage:
+            hidden = self.model.embed(torch.randint(vocab, (tokens,), generator=generator).to(config.device))
+        else:
+            hidden = torch.randn(tokens, self.model_config.hidden, generator=generator).to(config.device, config.dtype)
+        hidden = self.model.forward(hidden, self._attention(rows), caches)
+        if self.topology.is_last_stage:
+            sampled = min(config.max_rows, tokens)
+            self._sample(hidden[:sampled], dummy.dearest_sampling(sampled, config.max_logprobs))
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int) -> None:
+        self.caches = []  # a cache that is replaced goes before the new one comes
+        self.caches = self.kv_shape.allocate(num_blocks, self.config.device)
+
+    def capture(self) -> None:
+        padding = self.caches[0].shape[0] - 1
+        table = dummy.padding_table(self.config, padding)
+        for step in dummy.warm_up_steps(self.config):
+            self.execute(step, table)
+        self.reset()
+
+    # A step.
+
+    @torch.inference_mode()
+    def execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput | None:
+        self.slots.apply(step)
+        output = StepOutput(step.sequence)
+        if step.num_rows:
+            output = self._execute(step, table)
+        return output if self.topology.is_output else None
+
+    def _execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput:
+        if self.hidden_in:
+            self.hidden_in.post(step.sequence, step.num_tokens)
+        rows = rows_of(step, table.blocks, self.config.block_size)
+        samples = samples_of(step, rows.query_start)
+        inputs = inputs_of(step, rows.query_start, self.slots) if self.topology.is_first_stage else None
+        batch = self._attention(rows)
+        sampling = self.slots.sampling(samples.slots, samples.positions)
+        began = time.perf_counter_ns()
+        hidden_or_tokens = self._receive(inputs)
+        received = time.perf_counter_ns()
+        hidden = hidden_or_tokens if inputs is None else self.model.embed(hidden_or_tokens)
+        hidden = self.model.forward(hidden, batch, self.caches)
+        if self.hidden_out:
+            self.hidden_out.send(step.sequence, hidden)
+        if self.feed and len(samples):
+            self.feed.expect(step.sequence, torch.from_numpy(samples.slots).long().to(self.config.device))
+        forwarded = time.perf_counter_ns()
+        sampled = None
+        if self.topology.is_last_stage and len(samples):
+            sampled = self._sample(self._pick(hidden, samples), sampling)
+            self._feed_back(step.sequence, samples, sampled.tokens)
+        self.slots.sampled(step.sequence, samples.slots, samples.positions)
+        ended = time.perf_counter_ns()
+        timings = StepTimings((received - began) // 1000, (forwarded - received) // 1000, (ended - forwarded) // 1000)
+        return _output(step.sequence, sampled, timings)
+
+    def _attention(self, rows: Rows) -> AttentionBatch:
+        return AttentionBatch.build(self.model.backend, rows, self.config.device)
+
+    def _receive(self, inputs: Inputs | None) -> Tensor:
+        """Token ids on the first stage, once those that it reads have come back; hidden states on the others."""
+        if inputs is None:
+            assert self.hidden_in is not None
+            return self.hidden_in.wait()
+        if self.feed:
+            self.feed.settle(inputs.needed)
+        return inputs.on(self.config.device, self.last_tokens)
+
+    def _pick(self, hidden: Tensor, samples: Samples) -> Tensor:
+        if len(samples) == len(hidden):  # a step of decode rows only
+            return hidden
+        return hidden[torch.from_numpy(samples.places).to(self.config.device)]
+
+    def _sample(self, hidden: Tensor, sampling: SamplingRows) -> Sampled:
+        """Tokens on every tp rank: rank 0 draws, the others are told, so that they cannot differ."""
+        logits = self.model.logits(hidden)
+        if logits is None:
+            sampled = Sampled(torch.empty(len(hidden), dtype=torch.int32, device=hidden.device), 0, None)
+        else:
+            sampled = sample(logits, sampling)
+        self.group.broadcast_(sampled.tokens)
+        return sampled
+
+    def _feed_back(self, step: int, samples: Samples, tokens: Tensor) -> None:
+        if self.tokens_out:
+            self.tokens_out.send(step, tokens)
+        else:
+            self.last_tokens[torch.from_numpy(samples.slots).to(self.config.device)] = tokens.long()
+
+    # Between leases, and the end.
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        if self.feed:
+            self.feed.settle_all()
+        self.slots = RequestSlots(self.config.max_requests)
+
+    @torch.inference_mode()
+    def close(self) -> None:
+        for sender in (self.hidden_out, self.tokens_out):
+            if sender:
+                sender.drain()
+        if self.feed:
+            self.feed.settle_all()
+
+
+def _output(sequence: int, sampled: Sampled | None, timings: StepTimings) -> StepOutput:
+    if sampled is None:
+        return StepOutput(sequence, timings=timings)
+    logprobs: Logprobs | None = sampled.logprobs
+    return StepOutput(sequence, sampled.tokens.cpu().numpy(), sampled.nonfinite, logprobs, timings)

@@ -1,0 +1,112 @@
+"""What a device must be able to do for a rank. The rank's step loop knows this and nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from worker.execution.sampler import Logprobs
+from worker.execution.slots import Int32Array
+from workerproto.steps import AcceptedStep
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Sizes that the runner's buffers are made for; those of the validator's limits, which keep every step within
+    them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int  # positions
+    max_batched_tokens: int  # per step
+    max_rows: int  # per step
+    max_requests: int  # running or preempted: the number of slots
+    max_model_len: int  # positions
+    max_steps_in_flight: int
+    max_logprobs: int = 20
+
+    def __post_init__(self) -> None:
+        least = {"block_size": 1, "max_batched_tokens": 1, "max_rows": 1, "max_requests": 1, "max_model_len": 1}
+        for name, bound in (least | {"max_steps_in_flight": 1, "max_logprobs": 0}).items():
+            if (value := getattr(self, name)) < bound:
+                raise ValueError(f"{name} is {value}, it must be at least {bound}")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What the largest step took beyond the weights. peak_bytes: most memory held at once. seconds: of the forward
+    pass."""
+
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Microseconds, on this rank."""
+
+    wait: int = 0
+    forward: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The answer to a step, on the host. tokens: int32, one a SAMPLE row, in row order. The rest as in `sampler`."""
+
+    sequence: int
+    tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    nonfinite: int = 0
+    logprobs: Logprobs | None = None
+    timings: StepTimings = StepTimings()
+
+
+class BlockTable(Protocol):
+    """blocks: int32 [max_requests, blocks per request], by slot; `workerproto.steps.RequestTable` is one."""
+
+    blocks: Int32Array
+
+
+class Runner(Protocol):
+    """One rank's device. Called from one thread, in this order: load, profile, allocate, capture, then execute for
+    each step.
+
+    All ranks of a gang make the same calls in the same order: each of them may hold collectives or hops. An exception
+    means that the gang is lost, except ValueError from allocate, and what `load` is given to raise.
+    """
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block on this rank, over its layers. After load."""
+
+    def load(self, fill: Callable[..., object]) -> None:
+        """Build the model and have `fill(model)` put its weights in place."""
+
+    def profile(self) -> Profile:
+        """Run the largest step and the dearest sampling on random inputs."""
+
+    def num_blocks(self, kv_bytes: int) -> int:
+        """Blocks that this rank can keep in so many bytes. ValueError if none."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV cache, zeroed, with the gang's number of blocks and one more for padding."""
+
+    def capture(self) -> None:
+        """Warm kernels with real steps that write to the padding block only, and capture graphs where the device has
+        them."""
+
+    def execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput | None:
+        """Do a step; its output on the output rank, None on the others.
+
+        Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
+        """
+
+    def reset(self) -> None:
+        """Forget all requests (a new lease); steps already executed are let come to their end first."""
+
+    def close(self) -> None:
+        """Let what was sent arrive. Not after a failure."""

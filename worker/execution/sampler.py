@@ -1,0 +1,192 @@
+"""From logits to tokens.
+
+The promise: bit-identical logits give the same token, whatever else is in the batch, whichever slot, thread count, tp
+or pp. A floating-point sum breaks it, since its order, and so its last bits, vary with shapes and threads. So
+probabilities become integers here: weight = round(2**40 * exp((logit - largest) / temperature)). Sums of integers are
+exact in any order, every filter is a comparison of integers, and the draw is the first token, in vocabulary order, at
+which the running sum of what is kept exceeds floor(uniform * sum). A token less likely than the likeliest by more
+than 2**41 is never drawn.
+
+Filters go in the order of vLLM's v1 sampler: temperature, min-p, top-k, top-p; each sees what the one before left.
+Tokens that tie with the last one kept are kept too (a rule by value alone, so that no sort order decides).
+
+Logprobs are of the model's own distribution, before temperature and filters, as is vLLM's default ("raw_logprobs").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker.execution.random_draw import uniforms
+
+_ONE = 1 << 40
+# Rows are taken a few at a time: three int64 arrays of the vocabulary's size are needed for each.
+_ROWS_AT_ONCE = 16
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row's token is drawn; host arrays [n]. Meanings and "off" values are those of the wire's Sampling.
+
+    temperature, top_p, min_p: float64. top_k, logprobs: int32. seed: int64. position: int32, of the token to be drawn.
+    """
+
+    temperature: npt.NDArray[np.float64]
+    top_k: Int32Array
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]
+    seed: npt.NDArray[np.int64]
+    logprobs: Int32Array
+    position: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the rows that asked, in row order. ids int32 and values float32: 1 + n a row, the sampled token and then the n
+    likeliest, likeliest first. ranks int32: one a row, 1 + the number of tokens likelier than the sampled one."""
+
+    ids: Int32Array
+    values: npt.NDArray[np.float32]
+    ranks: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """tokens: int32 [n] on the logits' device. nonfinite: rows whose logits held a NaN or an infinity."""
+
+    tokens: Tensor
+    nonfinite: int
+    logprobs: Logprobs | None
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """Draw one token for each row of logits (float32 [n, vocabulary], n > 0, left as they are).
+
+    Non-finite logits are counted and then read as: NaN and -inf the least, +inf the greatest finite number; so the
+    token is still determined. Greedy takes the lowest of equal best ids.
+    """
+    logits, nonfinite = _finite(logits)
+    # A grammar's mask belongs here: after the count, since -inf is what it writes, and before every choice.
+    tokens = _argmax(logits)
+    random = np.flatnonzero(rows.temperature > 0)
+    if len(random):
+        uniform = uniforms(rows.seed[random], rows.position[random])
+        for start in range(0, len(random), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            index = random[part]
+            where = torch.from_numpy(index).to(logits.device)
+            weights = _weights(logits[where], rows.temperature[index])
+            _filter_(weights, rows.min_p[index], rows.top_k[index], rows.top_p[index])
+            tokens[where] = _draw(weights, uniform[part])
+    return Sampled(tokens, nonfinite, _logprobs(logits, tokens, rows.logprobs))
+
+
+def _finite(logits: Tensor) -> tuple[Tensor, int]:
+    """The logits made finite, and how many rows were not."""
+    # One sum finds out, at a tenth of the cost of looking at each; it may itself overflow, so it only raises suspicion.
+    if bool(torch.isfinite(logits.sum())):
+        return logits, 0
+    bad = int((~torch.isfinite(logits)).any(-1).sum())
+    limits = torch.finfo(logits.dtype)
+    return torch.nan_to_num(logits, nan=limits.min, posinf=limits.max, neginf=limits.min), bad
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """int32 [n], the lowest index of each row's maximum."""
+    if logits.device.type == "cpu":  # numpy's is vectorised, torch's takes 15 times as long
+        return torch.from_numpy(logits.numpy().argmax(-1).astype(np.int32))
+    return logits.argmax(-1).to(torch.int32)
+
+
+def _weights(logits: Tensor, temperature: npt.NDArray[np.float64]) -> Tensor:
+    """int64 [m, vocabulary], the likeliest token's being 2**40.
+
+    Every operation is element by element in float64: subtraction, division and rounding are exact to IEEE 754
+    everywhere; exp is within an ulp or so of 2**-53, far below the step of a weight.
+    """
+    scaled = logits.double()
+    scaled -= scaled.amax(-1, keepdim=True)
+    scaled /= _column(temperature, logits)
+    return scaled.exp_().mul_(float(_ONE)).round_().long()
+
+
+def _filter_(
+    weights: Tensor, min_p: npt.NDArray[np.float64], top_k: Int32Array, top_p: npt.NDArray[np.float64]
+) -> None:
+    """Set to zero, in place, what the filters drop."""
+    if (min_p > 0).any():
+        _keep_at_least_(weights, _column(np.ceil(min_p * _ONE), weights).long())
+    vocabulary = weights.shape[1]
+    by_k = np.flatnonzero((top_k > 0) & (top_k < vocabulary))
+    by_p = np.flatnonzero(top_p < 1)
+    sorted_rows = np.union1d(by_k, by_p)
+    if not len(sorted_rows):
+        return
+    where = torch.from_numpy(sorted_rows).to(weights.device)
+    descending = _sort_descending(weights[where])
+    threshold = torch.zeros((len(sorted_rows), 1), dtype=torch.int64, device=weights.device)
+    k = np.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary)[sorted_rows].astype(np.int64)
+    if len(by_k):
+        threshold = descending.gather(1, torch.from_numpy(k - 1).to(weights.device)[:, None])
+    if len(by_p):
+        descending.masked_fill_(descending < threshold, 0)
+        running = descending.cumsum(-1)
+        wanted = (running[:, -1:].double() * _column(top_p[sorted_rows], weights)).ceil().long()
+        wanted = torch.minimum(wanted, running[:, -1:])
+        reached = torch.searchsorted(running, wanted)
+        by_mass = descending.gather(1, reached)
+        off = _column(top_p[sorted_rows], weights) >= 1
+        threshold = torch.maximum(threshold, by_mass.masked_fill_(off, 0))
+    kept = weights[where]
+    _keep_at_least_(kept, threshold)
+    weights[where] = kept
+
+
+def _keep_at_least_(weights: Tensor, threshold: Tensor) -> None:
+    weights.masked_fill_(weights < threshold, 0)
+
+
+def _draw(weights: Tensor, uniform: npt.NDArray[np.float64]) -> Tensor:
+    """int32 [m]: the first index at which the running sum exceeds floor(uniform * sum)."""
+    running = weights.cumsum(-1)
+    total = running[:, -1:]
+    # The product is below total unless it was rounded up to it.
+    point = torch.minimum((total.double() * _column(uniform, weights)).floor().long(), total - 1)
+    return torch.searchsorted(running, point, right=True)[:, 0].to(torch.int32)
+
+
+def _sort_descending(weights: Tensor) -> Tensor:
+    if weights.device.type == "cpu":  # numpy's sort is vectorised: 0.2 ms for 49 000 numbers, torch's takes 20
+        return torch.from_numpy(-np.sort(-weights.numpy(), axis=-1))
+    return weights.sort(-1, descending=True).values
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, wanted: Int32Array) -> Logprobs | None:
+    asked = np.flatnonzero(wanted >= 0)
+    if not len(asked):
+        return None
+    where = torch.from_numpy(asked).to(logits.device)
+    counts = np.minimum(wanted[asked], logits.shape[1])
+    values = logits[where].log_softmax(-1)
+    chosen = tokens[where].long()[:, None]
+    chosen_value = values.gather(1, chosen)
+    ranks = (values > chosen_value).sum(-1) + 1
+    best = values.topk(int(counts.max()), dim=-1)
+    all_ids = torch.cat((chosen, best.indices), 1).to(torch.int32).cpu().numpy()
+    all_values = torch.cat((chosen_value, best.values), 1).cpu().numpy()
+    given = np.arange(all_ids.shape[1]) <= counts[:, None]
+    return Logprobs(all_ids[given], all_values[given], ranks.to(torch.int32).cpu().numpy())
+
+
+def _column(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
+    return torch.from_numpy(values)[:, None].to(like.device)

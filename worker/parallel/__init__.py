@@ -1,0 +1,1 @@
+"""What ranks say to each other through torch: process groups, collectives, pipeline hops."""
