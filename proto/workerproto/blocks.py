@@ -75,7 +75,8 @@ class BlockOwners:
             written = int(self._written[block])
             raise Refusal(
                 RefusalCode.BLOCK_UNWRITTEN,
-                f"request {request} takes block {block} as computed, {written} of {self._block_size} positions are written",
+                f"request {request} takes block {block} as computed, "
+                f"{written} of {self._block_size} positions are written",
                 field,
                 written,
                 self._block_size,

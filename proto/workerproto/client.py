@@ -145,7 +145,8 @@ class Client:
     def submit(self, step: Step, *, resync: bool = False) -> int:
         """Send a step and return its sequence, by which its one answer will be known.
 
-        `resync` marks the step that goes on after a refusal. Raises LocalStateError without lease, READY gang or credit.
+        `resync` marks the step that goes on after a refusal. Raises LocalStateError without lease, READY gang or
+        credit.
         """
         seq, frames = self._session.step(step, resync)
         self._send(frames)

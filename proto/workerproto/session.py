@@ -1,7 +1,7 @@
 """A scheduler's side of one lease, without a socket: frames in, frames out, and what may be said when.
 
 Every attachment is a new `Session` with a lease of its own. It counts sequence and credit, follows the epoch, answers
-pings, and holds the peer to the spec: `LocalStateError` is a mistake of this side, `RemoteStateError` one of the peer's.
+pings, and holds the peer to the spec: `LocalStateError` is this side's mistake, `RemoteStateError` the peer's.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""A worker without a model, and the random walk with which any validator must agree."""

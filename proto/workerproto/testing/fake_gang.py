@@ -1,0 +1,261 @@
+"""A gang in one object, without sockets, processes or weights: frames in, frames out.
+
+It answers as a coordinator and its ranks do, with the validator that ranks run, so that a scheduler can be written and
+tested against it. What a gang does rarely it does on demand: become ready late, hold answers back, refuse, fail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_sequence
+from workerproto.messages import (
+    ORDERED_KINDS,
+    Bye,
+    Cache,
+    Error,
+    ErrorCode,
+    Event,
+    Facts,
+    Fault,
+    HeaderFlag,
+    Hello,
+    Kind,
+    Limits,
+    Message,
+    Refused,
+    Result,
+    Welcome,
+)
+from workerproto.states import Gang
+from workerproto.steps import Refusal, StepLimits
+from workerproto.testing.fake_model import FakeModel
+from workerproto.validate import StepValidator
+
+Outgoing = tuple[bytes, bytes, bytes]
+"""Peer, header, body."""
+
+
+def fake_facts(
+    *,
+    num_blocks: int = 256,
+    block_size: int = 16,
+    vocabulary: int = 1000,
+    max_model_len: int = 512,
+    pp: int = 1,
+    tokens: int = 256,
+    rows: int = 16,
+    logprobs: int = 20,
+) -> Facts:
+    """Facts of a gang that is not there. Lengths in tokens; tokens and rows are per step."""
+    kv = Cache(num_blocks, block_size, "int32", "fake", [4 * block_size], [4 * block_size * num_blocks])
+    limits = Limits(pp + 2, tokens, rows, 4 * rows, 16 * 2**20, logprobs)
+    return Facts("fake", vocabulary, max_model_len, "fake", True, kv, 1, pp, limits)
+
+
+@dataclass(slots=True)
+class _Holder:
+    peer: bytes
+    lease: int
+    heard: float
+    next_seq: int = 1
+    last_answered: int = 0
+
+
+class FakeGang:
+    """Give it every frame that comes (`receive`), let time pass (`tick`), and send what is in `outbox`."""
+
+    def __init__(
+        self,
+        facts: Facts | None = None,
+        *,
+        ready: bool = True,
+        delay_s: float = 0.0,
+        lease_timeout_ms: int = 10_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.facts = facts or fake_facts()
+        self.state = Gang.READY if ready else Gang.LOADING
+        self.epoch = 1
+        self.outbox: list[Outgoing] = []
+        self.held_back = False
+        self.steps_done = 0
+        self._delay_s = delay_s
+        self._lease_timeout_ms = lease_timeout_ms
+        self._clock = clock
+        self._holder: _Holder | None = None
+        self._ended_leases: set[int] = set()
+        self._answers: deque[tuple[float, int, Kind, Result | Refused]] = deque()
+        self._refuse_next = False
+        self.validator = StepValidator(StepLimits.from_facts(self.facts))
+        self._model = FakeModel(self.validator.limits)
+
+    # What a test asks for.
+
+    def become_ready(self) -> None:
+        self.state = Gang.READY
+        self._event(Event(self.state, self.epoch, 0, self.facts))
+
+    def hold_back(self) -> None:
+        """Answer no step until `release`."""
+        self.held_back = True
+
+    def release(self) -> None:
+        self.held_back = False
+        self.tick()
+
+    def refuse_next(self) -> None:
+        """Have the ranks refuse the next step MALFORMED, whatever it is."""
+        self._refuse_next = True
+
+    def fail(self, message: str = "made to fail", code: int = 70, rank: int = 0) -> None:
+        """Fail with this first cause. What is unanswered stays so."""
+        self.state = Gang.FAILED
+        self._answers.clear()
+        last = self._holder.last_answered if self._holder else 0
+        fault = Fault(code, rank, "step", self.steps_done, None, message)
+        self._event(Event(self.state, self.epoch, last, None, fault))
+
+    def restart(self) -> None:
+        """Begin the next epoch, with the same lease and nothing else left of the last one."""
+        self.epoch += 1
+        self.validator.reset()
+        if self._holder:
+            self._holder.next_seq = self._holder.last_answered + 1
+        self.become_ready()
+
+    # What a socket asks for.
+
+    @property
+    def next_due(self) -> float | None:
+        """When `tick` has something to do next, on the clock given; None while it has nothing."""
+        dues = [] if self.held_back or not self._answers else [self._answers[0][0]]
+        if self._holder:
+            dues.append(self._holder.heard + self._lease_timeout_ms / 1000)
+        return min(dues, default=None)
+
+    def tick(self) -> None:
+        """Send the answers that are due, and end a lease whose holder went silent."""
+        now = self._clock()
+        while self._answers and not self.held_back and self._answers[0][0] <= now:
+            _, seq, kind, answer = self._answers.popleft()
+            if self._holder:
+                self._holder.last_answered = seq
+                self._send(self._holder.peer, kind, answer, self._holder.lease, seq)
+        if self._holder and now >= self._holder.heard + self._lease_timeout_ms / 1000:
+            self._end_lease(Bye("TIMEOUT", f"nothing was heard for {self._lease_timeout_ms} ms"))
+
+    def receive(self, peer: bytes, frames: list[bytes]) -> None:
+        """Take in one message of a peer. Nothing a peer sends raises."""
+        try:
+            if len(frames) != 2:
+                raise WireError(ErrorCode.BAD_FRAMES, f"{len(frames)} frames, not 2", "frames", str(len(frames)), "2")
+            header = decode_header(frames[0])
+            self._judge_size(frames[1])
+            self._take(peer, header, frames[1])
+        except WireError as error:
+            ours = self._holder is not None and self._holder.peer == peer
+            expected = self._holder.next_seq if ours and self._holder else None
+            code, seq = error.code, read_sequence(frames[0]) if frames else 0
+            lease = decode_header(frames[0]).lease if code not in _UNREADABLE and len(frames) == 2 else 0
+            answer = Error(code, seq, expected, error.field, error.value, error.bound, str(error))
+            self._send(peer, Kind.ERROR, answer, lease)
+        self.tick()
+
+    def _judge_size(self, body: bytes) -> None:
+        size, most = len(body), self.facts.limits.frame_bytes
+        if size > most:
+            raise WireError(ErrorCode.TOO_LARGE, f"body of {size} bytes, at most {most}", "body", str(size), str(most))
+
+    def _take(self, peer: bytes, header: Header, body: bytes) -> None:
+        if header.kind is Kind.HELLO:
+            message = decode_body(header.kind, body)
+            assert isinstance(message, Hello)
+            return self._attach(peer, header, message)
+        holder = self._holder
+        if holder is None or holder.peer != peer or holder.lease != header.lease:
+            ended = header.lease in self._ended_leases
+            code = ErrorCode.LEASE_ENDED if ended else ErrorCode.BAD_LEASE
+            raise WireError(code, f"lease {header.lease} does not hold the gang", "lease", str(header.lease))
+        holder.heard = self._clock()
+        if header.kind in ORDERED_KINDS:
+            self._judge_header(header, holder)
+            self._step(header, body, holder)
+        elif header.kind is Kind.PING:
+            self._send(peer, Kind.PONG, None, holder.lease)
+        elif header.kind is Kind.BYE:
+            self._end_lease(None)
+        elif header.kind is not Kind.PONG:
+            raise WireError(ErrorCode.BAD_KIND, f"{header.kind.name} is not for a gang to receive", "kind")
+
+    def _attach(self, peer: bytes, header: Header, hello: Hello) -> None:
+        if header.lease == 0 or header.lease in self._ended_leases:
+            raise WireError(ErrorCode.BAD_LEASE, f"lease {header.lease} is not a new one", "lease", str(header.lease))
+        if self._holder and not hello.takeover:
+            raise WireError(ErrorCode.LEASE_HELD, "another scheduler holds the gang", "takeover", "false", "true")
+        dropped = self._end_lease(Bye("TAKEOVER", f"taken over by {hello.client or 'another'}"))
+        self._holder = _Holder(peer, header.lease, self._clock())
+        facts = self.facts if self.state is Gang.READY else None
+        welcome = Welcome(self.state, self._lease_timeout_ms, [], dropped, facts)
+        self._send(peer, Kind.WELCOME, welcome, header.lease)
+
+    def _end_lease(self, bye: Bye | None) -> int:
+        """Returns how many requests were dropped."""
+        if self._holder:
+            self._ended_leases.add(self._holder.lease)
+            if bye:
+                self._send(self._holder.peer, Kind.BYE, bye, self._holder.lease)
+        self._holder = None
+        self._answers.clear()
+        return self.validator.reset()
+
+    def _judge_header(self, header: Header, holder: _Holder) -> None:
+        """First tier: what a coordinator can tell without reading the body."""
+        seq, credit = header.seq, self.facts.limits.steps_in_flight
+        if header.epoch != self.epoch:
+            raise WireError(
+                ErrorCode.BAD_EPOCH, f"epoch is {self.epoch}", "epoch", str(header.epoch), str(self.epoch)
+            )
+        if header.kind is not Kind.STEP or header.flags & HeaderFlag.SAMPLE_FOLLOWS:
+            raise WireError(ErrorCode.NOT_IMPLEMENTED, f"{header.kind.name} with flags {header.flags}", "kind")
+        if self.state is not Gang.READY:
+            raise WireError(ErrorCode.NOT_READY, f"the gang is {self.state}", "state", self.state, Gang.READY)
+        if seq != holder.next_seq:
+            raise WireError(
+                ErrorCode.BAD_SEQUENCE, f"{holder.next_seq} comes next", "seq", str(seq), str(holder.next_seq)
+            )
+        if len(self._answers) >= credit:
+            raise WireError(ErrorCode.NO_CREDIT, f"{credit} steps are unanswered", "seq", str(credit + 1), str(credit))
+
+    def _step(self, header: Header, body: bytes, holder: _Holder) -> None:
+        """Second tier: what every rank does."""
+        holder.next_seq += 1
+        self.steps_done += 1
+        if self._refuse_next:
+            self._refuse_next, body = False, b"\xc1"  # a byte that msgpack never uses
+        kind: Kind
+        answer: Result | Refused
+        try:
+            accepted = self.validator.check(header.seq, header.flags, body)
+            kind, answer = Kind.RESULT, self._model.execute(accepted, self.validator.table)
+        except Refusal as refusal:
+            kind, answer = Kind.REFUSED, Refused(
+                refusal.code, refusal.cause, refusal.request, refusal.field, refusal.value, refusal.bound, str(refusal)
+            )
+        self._answers.append((self._clock() + self._delay_s, header.seq, kind, answer))
+
+    def _event(self, event: Event) -> None:
+        if self._holder:
+            self._send(self._holder.peer, Kind.EVENT, event, self._holder.lease)
+
+    def _send(self, peer: bytes, kind: Kind, body: Message | None, lease: int, seq: int = 0) -> None:
+        header = Header(kind, 0, self.epoch, lease, seq).encode()
+        self.outbox.append((peer, header, b"" if body is None else encode_body(body)))
+
+
+_UNREADABLE = frozenset(
+    {ErrorCode.BAD_FRAMES, ErrorCode.BAD_HEADER, ErrorCode.BAD_VERSION, ErrorCode.BAD_KIND, ErrorCode.BAD_FLAGS}
+)
