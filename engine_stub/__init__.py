@@ -1,0 +1,1 @@
+"""A small real scheduler on the rankd wire: continuous batching, prefix reuse, preemption, pipelining."""
