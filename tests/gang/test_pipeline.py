@@ -12,7 +12,7 @@ import torch
 
 from tests.gang.ranks import CPU, Member, run_ranks
 from worker.parallel.collectives import TensorParallel
-from worker.parallel.groups import Groups, make_groups
+from worker.parallel.groups import Groups, leave_groups, make_groups
 from worker.parallel.pipeline import HopError, Receiver, Sender, TokenFeed
 from worker.topology import Topology
 
@@ -187,6 +187,8 @@ def lose_a_peer(member: Member, doing: str) -> None:
     assert error.step in ((7, 8, 9) if doing == "sending" else (7,))
     assert str(error).startswith(f"step {error.step}: {doing} {error.hop}, peer rank 1: ")
     assert error.__cause__ is not None
+    leave_groups(failed=True)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("doing", ["sending", "receiving"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from worker.execution import sampler
 from worker.execution.random_draw import philox4x32, uniforms
 from worker.execution.sampler import SamplingRows, sample
 
@@ -121,12 +122,20 @@ def test_neither_threads_nor_alignment_decide(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_the_integer_path_does_not_depend_on_the_sort() -> None:
-    """The device path (torch.sort) and the host path (numpy) give one result, ties included."""
-    from worker.execution import sampler
-
+def test_host_and_device_find_the_same_largest() -> None:
     weights = torch.randint(0, 50, (8, 1000), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sampler._sort_descending(weights), weights.sort(-1, descending=True).values)
+    for count in (1, 7, 999, 1000):
+        assert torch.equal(sampler._largest(weights, count), weights.topk(count).values)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9, 1.0])
+def test_ties_at_top_k_do_not_depend_on_the_neighbours_top_k(top_p: float) -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 1.0, 0.0, -1.0]).expand(400, -1).contiguous()
+    rows = rows_of(400, temperature=1.0, top_k=2, top_p=top_p, seed=np.arange(400))
+    alone = sample(logits, rows).tokens
+    rows.top_k[1::2] = [5, 0] * 100
+    beside = sample(logits, rows).tokens
+    assert torch.equal(alone[::2], beside[::2])
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
