@@ -1,0 +1,40 @@
+"""python -m engine_stub generate|bench: use a gang that runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from engine_stub import bench, generate
+from engine_stub.engine import StepRejected
+from workerproto.client import Client
+from workerproto.rundir import DEFAULT_NAME, endpoint_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m engine_stub", description=__doc__)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--name", default=DEFAULT_NAME, help=f"of the gang (default: {DEFAULT_NAME})")
+    common.add_argument("--endpoint", help="of the gang, instead of its name")
+    common.add_argument("--takeover", action="store_true", help="end the lease of whoever drives it")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in (("generate", generate), ("bench", bench)):
+        command = commands.add_parser(name, parents=[common], help=(module.__doc__ or "").split("\n")[0])
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args()
+    try:
+        endpoint = args.endpoint or endpoint_of(args.name, os.environ)
+        with Client(endpoint, name=f"engine_stub {args.command}", takeover=args.takeover) as client:
+            args.run(args, client)
+    except (ValueError, StepRejected) as error:
+        if os.environ.get("RANKD_TRACEBACK"):
+            raise
+        sys.exit(f"engine_stub: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
