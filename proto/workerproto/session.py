@@ -137,6 +137,8 @@ class Session:
         return self._take(header, cast(Answer, message)), None
 
     def _take(self, header: Header, message: Answer) -> Received | None:
+        if header.lease != self.lease:
+            raise RemoteStateError(f"{header.kind.name} came for lease {header.lease}, this one is {self.lease}")
         match message:
             case Welcome():
                 self._machine.move(LeaseEvent.WELCOME, RemoteStateError)
