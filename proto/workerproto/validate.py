@@ -291,8 +291,9 @@ class StepValidator:
         self._blocks.grant(grants, ids[owner], "grants")
         held = self.table.num_blocks[slots]
         offset = np.arange(len(grants)) - np.repeat(np.cumsum(counts) - counts, counts)
-        # Beyond num_blocks the table holds nothing, so that only num_blocks has to be taken back.
-        self.table.blocks[slots[owner], held[owner] + offset] = grants
+        # Beyond num_blocks there may still stand what a request held that this very step finishes.
+        blocks, width = self.table.blocks.reshape(-1), self.limits.blocks_per_request
+        self._transaction.assign(blocks, slots[owner] * width + held[owner] + offset, grants)
         self._transaction.assign(self.table.num_blocks, slots, held + counts)
 
 
