@@ -25,18 +25,25 @@ def main() -> int:
     add_gang_options(parser)
     options = parser.parse_args(arguments)
     refuse_core_dumps()
+
+    def tell(word: str) -> None:
+        try:
+            os.write(1, f"{word}\n".encode())
+        except OSError:
+            pass  # the starter has heard enough, and gone on
+
     try:
         config = resolve(options, os.environ)
         with open(own.log_file, "ab") as log:
 
             def ready() -> None:
-                print("ready", flush=True)
+                tell("ready")
                 if own.agent is None:  # the terminal that started us goes on without us
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
 
             launch = Launch(
-                arguments, dict(os.environ), own.launch, own.epoch, own.agent, log, up=lambda: print("up", flush=True), ready=ready
+                arguments, dict(os.environ), own.launch, own.epoch, own.agent, log, up=lambda: tell("up"), ready=ready
             )
             return run(config, launch)
     except (ValueError, OSError, Failure) as error:

@@ -27,6 +27,13 @@ GATHER_S = 0.2  # after the first sign of death: others may tell more of the cau
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
 STOP_S = 5.0  # for a clean end of the ranks after STOP
 
+_BRING_UP = {
+    GangState.ROLL_CALL: "all ranks run; roll-call, once each has imported torch",
+    GangState.LOADING: "all ranks are present; they connect and load weights",
+    GangState.PROFILING: "all weights are loaded",
+    GangState.WARMING: "the KV cache is agreed on; it is allocated, and kernels are warmed",
+}
+
 
 @dataclass
 class Rank:
@@ -85,6 +92,8 @@ class Gang:
         state = self._machine.move(event)
         fault = self.cause.fault if self.cause and state is GangState.FAILED else None
         facts = self.facts if state is GangState.READY else None
+        if state in _BRING_UP:
+            self._say(f"{time.monotonic() - self.started:5.1f} s  {_BRING_UP[state]}")
         self._relay.post(lambda: self._relay.enter(state, facts, fault))
 
     # Bring-up.
@@ -184,8 +193,9 @@ class Gang:
             blocks, config.block_size, config.dtype, "NHD", [offer.block_bytes for offer in offers],
             [offer.available_bytes for offer in offers],
         )  # fmt: skip
+        folder = str(config.model.resolve())  # so that a scheduler on this host finds the tokenizer
         self.facts = Facts(
-            config.model.name, config.model_config.vocab, kv.max_model_len, f"{config.load_format}:{config.model.name}", True, cache,
+            folder if len(folder) <= 256 else config.model.name, config.model_config.vocab, kv.max_model_len, f"{config.load_format}:{config.model.name}", True, cache,
             config.tp, config.pp, limits,
         )  # fmt: skip
         self._to_all(kv)

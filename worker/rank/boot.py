@@ -70,7 +70,8 @@ def bring_up(seat: Seat) -> StepLoop:
 
     seat.enter("profile")
     profile = runner.profile() if device.type == "cuda" else None
-    available = _kv_bytes(config, place, device, profile)
+    most = runner.block_bytes * (config.max_rows * -(-config.max_model_len // config.block_size) + 1)
+    available = _kv_bytes(config, place, device, profile, most)
     seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))
     agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
 
@@ -168,7 +169,8 @@ def _runner_config(config: GangConfig, device: torch.device, dtype: torch.dtype)
     )
 
 
-def _kv_bytes(config: GangConfig, place: Place, device: torch.device, profile: Profile | None) -> int:
+def _kv_bytes(config: GangConfig, place: Place, device: torch.device, profile: Profile | None, useful: int) -> int:
+    """`useful`: with so much every row of a step can be as long as may be; on cpu more is not taken unasked."""
     kv = config.kv
     if kv.explicit is not None:
         return kv.explicit
@@ -177,6 +179,6 @@ def _kv_bytes(config: GangConfig, place: Place, device: torch.device, profile: P
         peak = profile.peak_bytes if profile else 0
         return max(0, int(total * kv.share) - (total - free) - peak)
     share = int(psutil.virtual_memory().available * kv.share / place.local_world_size)
-    return share if kv.most is None else min(share, kv.most)
+    return share if kv.most is None else min(share, kv.most, useful)
 
 

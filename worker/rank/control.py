@@ -18,11 +18,12 @@ M = TypeVar("M", Proceed, KvConfig)
 
 
 class Control:
-    """Made on the main thread inside its loop."""
+    """Made on the main thread inside its loop. It has a context of its own, to be able to wait for its last word."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+    def __init__(self, endpoint: str) -> None:
         self._loop = asyncio.get_running_loop()
-        self._socket = context.socket(zmq.DEALER)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 500  # ms: the last word of a rank that fails
         self._socket.connect(endpoint)
         self._for_compute: queue.SimpleQueue[Proceed | KvConfig] = queue.SimpleQueue()
@@ -42,7 +43,9 @@ class Control:
                 handle(message)
 
     def close(self) -> None:
+        """Returns when all has left, at the latest after the linger time."""
         self._socket.close()
+        self._context.term()
 
     # Any thread.
 

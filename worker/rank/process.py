@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import uvloop
 import zmq
-import zmq.asyncio
 
 from worker.config import GangConfig, threads_of
 from worker.exit_codes import ExitCode
@@ -58,8 +57,7 @@ class _RankProcess:
     async def main(self) -> ExitCode:
         loop = self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[ExitCode] = loop.create_future()
-        self._context = zmq.Context()
-        self._control = Control(zmq.asyncio.Context(self._context), self._files.control_endpoint(self._place.rank))
+        self._control = Control(self._files.control_endpoint(self._place.rank))
         loop.add_signal_handler(signal.SIGTERM, self._asked_to_stop)
         await self._control.send(self._hello())
         tasks = [asyncio.create_task(self._control.receive(self._handle)), asyncio.create_task(self._beat())]
@@ -70,10 +68,7 @@ class _RankProcess:
         self._watch.expect_ends()
         for task in tasks:
             task.cancel()
-        await asyncio.sleep(0)  # sends what other threads have handed over
         self._control.close()
-        threading.Thread(target=self._context.term, daemon=True).start()
-        await asyncio.sleep(0.05 if code else 0)  # the last word leaves by the context's own thread
         return code
 
     def _hello(self) -> Hello:
@@ -114,7 +109,7 @@ class _RankProcess:
             self._loop.call_soon_threadsafe(self._finish, ExitCode.OK)
 
     def _step_socket(self) -> zmq.Socket[bytes]:
-        steps = self._context.socket(zmq.DEALER)
+        steps = zmq.Context.instance().socket(zmq.DEALER)
         steps.linger = 0
         steps.connect(self._files.steps_endpoint(self._place.rank))
         return steps
@@ -128,7 +123,9 @@ class _RankProcess:
             self._end.set_result(code)
 
     def _fail(self, error: BaseException) -> None:
-        """The end by an exception, from any thread."""
+        """The end by an exception, from any thread; of no interest once the end has begun."""
+        if self._end.done():
+            return
         status = self._status
         fault = describe(error, status.phase, status.step, always_trace=self._trace)
         if self._place.error_file:
@@ -136,5 +133,7 @@ class _RankProcess:
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._tell(fault)))
 
     async def _tell(self, fault: RankFault) -> None:
+        if self._end.done():
+            return
         await self._control.send(fault)
         self._finish(ExitCode(fault.code))
