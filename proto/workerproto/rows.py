@@ -11,7 +11,9 @@ from workerproto.codec import Int32Array, unpack
 from workerproto.messages import RefusalCode, RowFlag, Step
 from workerproto.steps import Refusal, RequestTable, StepLimits
 
-_ALL_FLAGS = int(RowFlag.SAMPLE | RowFlag.FORCED)
+# As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
+_SAMPLE, _FORCED = int(RowFlag.SAMPLE), int(RowFlag.FORCED)
+_ALL_FLAGS = _SAMPLE | _FORCED
 
 
 class Rows(NamedTuple):
@@ -58,11 +60,15 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
         raise Refusal(
             RefusalCode.TOO_MANY_ROWS, f"{num_rows} rows, at most {limits.rows} a step", "ids", num_rows, limits.rows
         )
-    slots = np.fromiter([slot_of.get(request, -1) for request in rows.ids.tolist()], np.int32, num_rows)
-    _refuse_first(slots < 0, RefusalCode.UNKNOWN_REQUEST, rows, "ids", rows.ids, "", "is not running")
-    if len(set(slots.tolist())) != num_rows:
+    ids = rows.ids.tolist()
+    try:
+        slots = np.fromiter(map(slot_of.__getitem__, ids), np.int32, num_rows)
+    except KeyError:
+        unknown = np.array([request not in slot_of for request in ids])
+        _refuse_first(unknown, RefusalCode.UNKNOWN_REQUEST, rows, "ids", rows.ids, "", "is not running")
+    if len(set(ids)) != num_rows:
         twice = np.ones(num_rows, bool)
-        twice[np.unique(slots, return_index=True)[1]] = False
+        twice[np.unique(rows.ids, return_index=True)[1]] = False
         _refuse_first(twice, RefusalCode.DUPLICATE_REQUEST, rows, "ids", rows.ids, "", "has two rows")
     _refuse_first(rows.counts < 1, RefusalCode.BAD_COUNT, rows, "counts", rows.counts, 1, "computes too few tokens")
     tokens = int(rows.counts.sum(dtype=np.int64))
@@ -74,7 +80,7 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
             tokens,
             limits.tokens,
         )
-    odd = (rows.flags & ~np.int32(_ALL_FLAGS)) != 0
+    odd = (rows.flags & ~_ALL_FLAGS) != 0
     _refuse_first(
         odd, RefusalCode.BAD_ROW_FLAGS, rows, "row_flags", rows.flags, _ALL_FLAGS, "has a flag that is not in use"
     )
@@ -90,8 +96,8 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
     )
     # From here on sums stay in int32: a position is below max_model_len, a count at most the token budget.
     ends = rows.positions + rows.counts
-    forced = (rows.flags & RowFlag.FORCED) != 0
-    sampled = rows.flags & RowFlag.SAMPLE
+    forced = (rows.flags & _FORCED) != 0
+    sampled = rows.flags & _SAMPLE
     known = table.known_end[slots]
     _judge_forced(rows, forced, limits)
     beyond = (ends > known) & ~forced
@@ -115,7 +121,7 @@ def written_blocks(
     ends = rows.positions + rows.counts
     first = rows.positions // size
     spans = (ends - 1) // size - first + 1
-    if (spans == 1).all():
+    if np.count_nonzero(spans == 1) == len(spans):
         return table.blocks[slots, first], ends - first * size
     row = np.repeat(np.arange(len(slots)), spans)
     place = (
@@ -125,7 +131,9 @@ def written_blocks(
 
 
 def _judge_forced(rows: Rows, forced: NDArray[np.bool_], limits: StepLimits) -> None:
-    wanted = int(rows.counts[forced].sum()) if len(rows.forced) or forced.any() else 0
+    if not len(rows.forced) and not np.count_nonzero(forced):
+        return
+    wanted = int(rows.counts[forced].sum())
     if wanted != len(rows.forced):
         raise Refusal(
             RefusalCode.MALFORMED,
@@ -187,7 +195,7 @@ def _refuse_first(
     what: str,
 ) -> None:
     """Refuse for the first row at fault, with its value and the bound that it misses."""
-    if not wrong.any():
+    if not np.count_nonzero(wrong):
         return
     row = int(wrong.argmax())
     request, value = int(rows.ids[row]), int(values[row])

@@ -25,6 +25,10 @@ from workerproto.steps import AcceptedStep, Refusal, RequestTable, StartedReques
 from workerproto.transaction import Transaction
 
 
+# As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
+_SAMPLE, _SAMPLE_FOLLOWS, _RESYNC = int(RowFlag.SAMPLE), int(HeaderFlag.SAMPLE_FOLLOWS), int(HeaderFlag.RESYNC)
+
+
 class _Preempted(NamedTuple):
     known_end: int
     sampling: Sampling
@@ -93,16 +97,16 @@ class StepValidator:
         return accepted
 
     def _judge_flags(self, flags: int) -> None:
-        if flags & HeaderFlag.SAMPLE_FOLLOWS:
+        if flags & _SAMPLE_FOLLOWS:
             raise Refusal(RefusalCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "header.flags", flags)
-        if self._refused_by and not flags & HeaderFlag.RESYNC:
+        if self._refused_by and not flags & _RESYNC:
             raise Refusal(
                 RefusalCode.AFTER_REFUSAL,
                 f"step {self._refused_by} was refused: only a step with RESYNC goes on",
                 "header.flags",
                 flags,
             )
-        if flags & HeaderFlag.RESYNC and not self._refused_by:
+        if flags & _RESYNC and not self._refused_by:
             raise Refusal(
                 RefusalCode.UNEXPECTED_RESYNC, "RESYNC, but no step was refused before", "header.flags", flags
             )
@@ -127,7 +131,7 @@ class StepValidator:
             self._blocks.judge_prefix(prefix.blocks, prefix.request, prefix.field)
         computed = rows.positions + rows.counts
         change(table.computed, slots, computed)
-        change(table.known_end, slots, np.maximum(table.known_end[slots], computed) + (rows.flags & RowFlag.SAMPLE))
+        change(table.known_end, slots, np.maximum(table.known_end[slots], computed) + (rows.flags & _SAMPLE))
         return AcceptedStep(
             sequence,
             np.array(freed, np.int32),
