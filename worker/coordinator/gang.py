@@ -27,6 +27,15 @@ GATHER_S = 0.2  # after the first sign of death: others may tell more of the cau
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
 STOP_S = 5.0  # for a clean end of the ranks after STOP
 
+_MILESTONES = {
+    GangState.STARTING: "hello",
+    GangState.ROLL_CALL: "present",
+    GangState.LOADING: "loaded",
+    GangState.PROFILING: "offer",
+    GangState.WARMING: "warm",
+}
+"""What the last rank must have sent for the gang to leave the state."""
+
 _BRING_UP = {
     GangState.ROLL_CALL: "all ranks run; roll-call, once each has imported torch",
     GangState.LOADING: "all ranks are present; they connect and load weights",
@@ -206,26 +215,22 @@ class Gang:
         """Called about once a heartbeat: what takes too long is found here."""
         now = time.monotonic()
         limits = self.config.limits
-        late = [one for one in self.ranks if one.warm is None]
-        if late and self._ending is None and not self._causes and now - self.started > limits.startup:
-            self.fail(self._startup_limit(late))
+        if not self.ready.done() and self._ending is None and now - self.started > limits.startup:
+            self.fail(self._startup_limit())
         head, since = self._relay.head, self._relay.head_since
         if self.state is GangState.READY and head is not None and since and now - since > limits.step:
             stuck = [one for one in self.ranks if (s := one.status) and (s.phase == "step" or (s.step or 0) < head)] or self.ranks
             message = f"step {head} was not done within {limits.step:g} s; waiting for {_describe(stuck)}"
             self.fail(causes.own(ExitCode.LIMIT, message, stuck[0].rank, weight=causes.LIMIT))
 
-    def _startup_limit(self, late: list[Rank]) -> Cause:
-        seconds = self.config.limits.startup
-        absent = [one for one in self.ranks if one.hello is None]
-        if not absent:
-            code = ExitCode.ROLL_CALL if self.state is GangState.ROLL_CALL else ExitCode.LIMIT
-            message = f"not ready within {seconds:g} s; waiting for {_describe(late)}"
-            return causes.own(code, message, late[0].rank, weight=causes.LIMIT)
-        missing = ", ".join(str(one.rank) for one in absent)
-        present = ", ".join(str(one.rank) for one in self.ranks if one.hello) or "none"
-        message = f"roll-call: after {seconds:g} s rank {missing} of {len(self.ranks)} is missing; present: {present}"
-        return causes.own(ExitCode.ROLL_CALL, message, absent[0].rank, weight=causes.LIMIT)
+    def _startup_limit(self) -> Cause:
+        """Names those that the others wait for."""
+        milestone = _MILESTONES[self.state]
+        late = [one for one in self.ranks if getattr(one, milestone) is None]
+        code = ExitCode.ROLL_CALL if milestone in ("hello", "present") else ExitCode.LIMIT
+        there = ", ".join(str(one.rank) for one in self.ranks if one not in late) or "none"
+        message = f"not ready within {self.config.limits.startup:g} s ({self.state}): waiting for {_describe(late)}; there: rank {there}"
+        return causes.own(code, message, late[0].rank, weight=causes.LIMIT)
 
     # The end.
 
@@ -292,7 +297,11 @@ class Gang:
 
 def _describe(ranks: list[Rank]) -> str:
     """Who is waited for, in what, since when."""
-    return ", ".join(
-        f"rank {one.rank} ({status.phase} for {status.phase_s:.1f} s)" if (status := one.status) else f"rank {one.rank} ({one.phase})"
-        for one in ranks
-    )
+    return ", ".join(f"rank {one.rank} ({_doing(one)})" for one in ranks)
+
+
+def _doing(one: Rank) -> str:
+    if one.hello is None:
+        return "missing"
+    status = one.status
+    return f"{status.phase} for {status.phase_s:.1f} s" if status else one.phase

@@ -31,6 +31,9 @@ class Control:
     # Main thread.
 
     async def send(self, message: FromRank) -> None:
+        """Silent once closed: other threads may still report."""
+        if self._socket.closed:
+            return
         await self._socket.send(encode(message))
 
     async def receive(self, handle: Callable[[ToRank], None]) -> None:
