@@ -57,7 +57,10 @@ def parse_arguments() -> argparse.Namespace:
     ap.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: SmolLM2-135M, fetched)")
     ap.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help=f"(default: {LAUNCHERS[0]})")
     ap.add_argument("--max-tokens", type=positive, default=48, metavar="N", help="for each prompt (default: 48)")
-    return ap.parse_args()
+    args = ap.parse_args()
+    if args.model and not args.model.is_dir():
+        ap.error(f"--model {str(args.model)!r} is not a folder")
+    return args
 
 
 def positive(text: str) -> int:
