@@ -24,7 +24,6 @@ from workerproto.rows import judge_rows, read_rows, written_blocks
 from workerproto.steps import AcceptedStep, Refusal, RequestTable, StartedRequest, StepLimits
 from workerproto.transaction import Transaction
 
-
 # As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
 _SAMPLE, _SAMPLE_FOLLOWS, _RESYNC = int(RowFlag.SAMPLE), int(HeaderFlag.SAMPLE_FOLLOWS), int(HeaderFlag.RESYNC)
 
