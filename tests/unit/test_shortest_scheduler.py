@@ -1,29 +1,26 @@
-"""The shortest scheduler there is, as the README has it, drives a gang and gets the right tokens."""
+"""The shortest scheduler there is, word for word as the README has it, drives a gang and gets the right tokens."""
 
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from workerproto.rundir import endpoint_of
+from workerproto.testing.fake_gang import FakeGang, fake_facts
 from workerproto.testing.fake_model import continuation
 from workerproto.testing.fake_worker import FakeWorker
 
-
-def shortest_scheduler(endpoint: str, prompt: list[int], max_tokens: int) -> list[int]:
-    # README: begin
-    from workerproto.client import Client
-    from workerproto.codec import pack, unpack
-    from workerproto.messages import New, RowFlag, Sampling, Step
-
-    with Client(endpoint) as gang:
-        facts = gang.wait_ready()
-        blocks = list(range(-(-(len(prompt) + max_tokens) // facts.kv.block_size)))
-        new, position, count, tokens = [New(1, pack(prompt), pack(blocks), 0, Sampling())], 0, len(prompt), []
-        while len(tokens) < max_tokens:
-            one_row = {"ids": [1], "positions": [position], "counts": [count], "grant_counts": [0]}
-            one_row["row_flags"] = [RowFlag.SAMPLE]
-            gang.submit(Step(new, **{name: pack(values) for name, values in one_row.items()}))
-            tokens += unpack(gang.receive().message.tokens).tolist()
-            new, position, count = [], position + count, 1  # the worker has kept the token: no need to send it back
-    # README: end
-    return tokens
+VOCABULARY = 49152
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
-def test_the_shortest_scheduler_gets_the_right_tokens() -> None:
-    with FakeWorker("tcp://127.0.0.1:*") as worker:
-        assert shortest_scheduler(worker.endpoint, [1, 2, 3], 40) == continuation([1, 2, 3], 40, 1000)
+def test_the_readmes_scheduler_gets_the_right_tokens(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.S)
+    assert code
+    assert len([line for line in code[1].splitlines() if line.strip()]) <= 20
+    (run_dir / "demo").mkdir()
+    with FakeWorker(endpoint_of("demo", os.environ), FakeGang(fake_facts(vocabulary=VOCABULARY))):
+        exec(compile(code[1], str(README), "exec"), {})
+    assert ast.literal_eval(capsys.readouterr().out) == continuation([504, 3575, 282, 4649, 314], 8, VOCABULARY)
