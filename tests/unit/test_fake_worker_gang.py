@@ -82,9 +82,9 @@ HEADER_ERRORS: dict[str, tuple[Callable[[FakeGang], Message | None], ErrorCode, 
     ),
     "control": (lambda g: say(g, Kind.CONTROL, encode_body(Control("sleep")), seq=1), ErrorCode.NOT_IMPLEMENTED, 1),
     "a result": (lambda g: say(g, Kind.RESULT, encode_body(Result())), ErrorCode.BAD_KIND, 1),
-    "a stranger": (lambda g: say(g, Kind.STEP, STEP, peer=b"b", lease=5, seq=1), ErrorCode.LEASE_ENDED, None),
+    "a stranger": (lambda g: say(g, Kind.STEP, STEP, peer=b"b", lease=5, seq=1), ErrorCode.BAD_LEASE, None),
     "a stranger with the holder's lease": (
-        lambda g: say(g, Kind.STEP, STEP, peer=b"b", seq=1), ErrorCode.LEASE_ENDED, None,
+        lambda g: say(g, Kind.STEP, STEP, peer=b"b", seq=1), ErrorCode.BAD_LEASE, None,
     ),
     "a second scheduler": (
         lambda g: say(g, Kind.HELLO, encode_body(Hello("b")), peer=b"b", lease=5, epoch=0), ErrorCode.LEASE_HELD, None,

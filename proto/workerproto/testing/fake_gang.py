@@ -87,6 +87,7 @@ class FakeGang:
         self._lease_timeout_ms = lease_timeout_ms
         self._clock = clock
         self._holder: _Holder | None = None
+        self._ended_leases: set[int] = set()
         self._dropped = 0  # requests, since the last Welcome
         self._answers: deque[tuple[float, int, Kind, Result | Refused]] = deque()
         self._refuse_next = False
@@ -97,7 +98,7 @@ class FakeGang:
 
     def become_ready(self) -> None:
         self.state = Gang.READY
-        self._event(Event(self.state, self.epoch, 0, self.facts))
+        self._event(Event(self.state, self.epoch, self._last_answered, self.facts))
 
     def hold_back(self) -> None:
         """Answer no step until `release`."""
@@ -115,16 +116,15 @@ class FakeGang:
         """Fail with this first cause. What is unanswered stays so."""
         self.state = Gang.FAILED
         self._answers.clear()
-        last = self._holder.last_answered if self._holder else 0
         fault = Fault(code, rank, "step", self.steps_done, None, message)
-        self._event(Event(self.state, self.epoch, last, None, fault))
+        self._event(Event(self.state, self.epoch, self._last_answered, None, fault))
 
     def restart(self) -> None:
         """Begin the next epoch, with the same lease and nothing else left of the last one."""
         self.epoch += 1
         self.validator.reset()
         if self._holder:
-            self._holder.next_seq = self._holder.last_answered + 1
+            self._holder.next_seq = self._last_answered + 1
         self.become_ready()
 
     # What a socket asks for.
@@ -177,8 +177,7 @@ class FakeGang:
             return self._attach(peer, header, message)
         holder = self._holder
         if holder is None or holder.peer != peer or holder.lease != header.lease:
-            other = not header.lease or (holder is not None and holder.peer == peer)
-            code = ErrorCode.BAD_LEASE if other else ErrorCode.LEASE_ENDED
+            code = ErrorCode.LEASE_ENDED if header.lease in self._ended_leases else ErrorCode.BAD_LEASE
             raise WireError(code, f"lease {header.lease} does not hold the gang", "lease", str(header.lease))
         holder.heard = self._clock()
         if header.kind in ORDERED_KINDS:
@@ -190,7 +189,8 @@ class FakeGang:
             decode_body(header.kind, body)
             self._end_lease(None)
         elif header.kind is not Kind.PONG:
-            raise WireError(ErrorCode.BAD_KIND, f"{header.kind.name} is not for a gang to receive", "kind")
+            kind = header.kind.name
+            raise WireError(ErrorCode.BAD_KIND, f"{kind} is not for a gang to receive", "kind", kind)
 
     def _attach(self, peer: bytes, header: Header, hello: Hello) -> None:
         holder = self._holder
@@ -208,8 +208,10 @@ class FakeGang:
         self._send(peer, Kind.WELCOME, welcome, header.lease)
 
     def _end_lease(self, bye: Bye | None) -> None:
-        if self._holder and bye:
-            self._send(self._holder.peer, Kind.BYE, bye, self._holder.lease)
+        if self._holder:
+            self._ended_leases.add(self._holder.lease)
+            if bye:
+                self._send(self._holder.peer, Kind.BYE, bye, self._holder.lease)
         self._holder = None
         self._answers.clear()
         self._dropped += self.validator.reset()
@@ -221,16 +223,16 @@ class FakeGang:
             raise WireError(
                 ErrorCode.BAD_EPOCH, f"epoch is {self.epoch}", "epoch", str(header.epoch), str(self.epoch)
             )
-        if seq != holder.next_seq:
-            raise WireError(
-                ErrorCode.BAD_SEQUENCE, f"{holder.next_seq} comes next", "seq", str(seq), str(holder.next_seq)
-            )
         if header.kind is not Kind.STEP:
             raise WireError(ErrorCode.NOT_IMPLEMENTED, header.kind.name, "kind", header.kind.name)
         if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
             raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS", "flags", hex(header.flags))
         if self.state is not Gang.READY:
             raise WireError(ErrorCode.NOT_READY, f"the gang is {self.state}", "state", self.state, Gang.READY)
+        if seq != holder.next_seq:
+            raise WireError(
+                ErrorCode.BAD_SEQUENCE, f"{holder.next_seq} comes next", "seq", str(seq), str(holder.next_seq)
+            )
         if len(self._answers) >= credit:
             raise WireError(ErrorCode.NO_CREDIT, f"{credit} steps are unanswered", "credit", str(credit), str(credit))
 
@@ -250,6 +252,10 @@ class FakeGang:
                 refusal.code, refusal.cause, refusal.request, refusal.field, refusal.value, refusal.bound, str(refusal)
             )
         self._answers.append((self._clock() + self._delay_s, header.seq, kind, answer))
+
+    @property
+    def _last_answered(self) -> int:
+        return self._holder.last_answered if self._holder else 0
 
     def _event(self, event: Event) -> None:
         if self._holder:
