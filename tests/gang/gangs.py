@@ -87,8 +87,8 @@ class RunningGang:
             assert self.process.poll() is None, f"ended with {self.process.returncode} before READY:\n{self.said}"
             assert time.monotonic() < deadline, f"not READY within {START_LIMIT_S} s:\n{self.said}"
             time.sleep(0.02)
-        self.family = psutil.Process(self.pid).children(recursive=True)
-        self.family += [p for p in psutil.process_iter(["cmdline"]) if self._is_ours(p)]
+        family = set(psutil.Process(self.pid).children(recursive=True))
+        self.family = list(family.union(filter(self._is_ours, psutil.process_iter(["cmdline"]))))
         return self
 
     def _is_ours(self, process: psutil.Process) -> bool:

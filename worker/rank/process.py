@@ -52,6 +52,7 @@ class _RankProcess:
         self._threads = threads_of(config, place.local_world_size)
         self._status = StatusWriter(place.epoch, self._threads)
         self._steps: StepLoop | None = None
+        self._welcomed = False
         self._deadline = time.monotonic() + config.limits.startup
 
     async def main(self) -> ExitCode:
@@ -77,6 +78,7 @@ class _RankProcess:
 
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, Welcome):
+            self._welcomed = True
             self._status.attach(self._files.status(self._place.rank))
             self._watch.add(message.pid, message.started, "the coordinator")
         elif isinstance(message, Stop):
@@ -84,7 +86,8 @@ class _RankProcess:
 
     def _asked_to_stop(self) -> None:
         self._control.report(StopAsked("SIGTERM"))
-        self._loop.call_later(STOP_GRACE_S, self._finish, ExitCode.OK)
+        # Without a coordinator there is no gang yet that would have to end in order.
+        self._loop.call_later(STOP_GRACE_S if self._welcomed else 0, self._finish, ExitCode.OK)
 
     async def _beat(self) -> None:
         while True:
