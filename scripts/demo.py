@@ -31,7 +31,7 @@ def main() -> None:
     model = args.model or fetch_model()
     text = TextModel(model)
     name = f"demo-{os.getpid()}"
-    command = launch_command(args.launcher, name, model, args.tp, args.pp)
+    command = launch_command(args.launcher, name, model, args.tp, args.pp, "--device", args.device)
     ranks = args.tp * args.pp
     heading(f"Starting {ranks} rank{'s' if ranks > 1 else ''}", shlex.join([Path(command[0]).name, *command[1:]]))
     with running_gang(command, name), Client(endpoint_of(name, os.environ), name="demo") as client:
@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     ap.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times (default: three)")
     ap.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: SmolLM2-135M, fetched)")
     ap.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help=f"(default: {LAUNCHERS[0]})")
+    ap.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank (default: cpu)")
     ap.add_argument("--max-tokens", type=positive, default=48, metavar="N", help="for each prompt (default: 48)")
     args = ap.parse_args()
     if args.model and not args.model.is_dir():

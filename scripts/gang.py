@@ -116,7 +116,7 @@ def _end(process: subprocess.Popen[bytes], name: str) -> None:
     try:
         if process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                down = [BIN / "workerctl", "down", "--name", name]
+                down = [str(BIN / "workerctl"), "down", "--name", name]
                 if subprocess.run(down, capture_output=True, timeout=15, check=False).returncode == 0:
                     process.wait(5)
         for stop in (signal.SIGTERM, signal.SIGKILL):

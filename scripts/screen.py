@@ -83,8 +83,8 @@ def draw_table(prompts: Sequence[str], completions: Sequence[Completion], tokens
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, show_footer=True)
-    table.add_column("prompt", max_width=34, no_wrap=True, footer="together")
+    table = Table(box=box.SIMPLE, show_footer=True, collapse_padding=True, pad_edge=False)
+    table.add_column("prompt", max_width=28, no_wrap=True, footer="together")
     total = sum(len(completion.tokens) for completion in completions)
     for title, footer in (
         ("tokens", str(total)),
