@@ -37,7 +37,8 @@ def main() -> NoReturn:
         if place.local_rank and not place.spawned:
             time.sleep(2)  # all ranks find the same: let the first say it before torchrun ends us all
         quiet = place.local_rank > 0
-        leave(getattr(error, "code", ExitCode.BAD_CONFIG), "" if quiet else str(error), error if trace else None)
+        code = getattr(error, "code", ExitCode.BAD_CONFIG)
+        leave(code, "" if quiet else str(error), error if trace else None)
     leave(code)
 
 
@@ -62,8 +63,8 @@ def run_rank(config: GangConfig, place: Place, files: RunFiles, trace: bool) -> 
 def check_world_size(config: GangConfig, place: Place) -> None:
     if config.world_size != place.world_size:
         raise ValueError(
-            f"-tp {config.tp} x -pp {config.pp} = {config.world_size} ranks, but the launcher started {place.world_size} "
-            f"(WORLD_SIZE); start it with --nproc-per-node {config.world_size}"
+            f"-tp {config.tp} x -pp {config.pp} = {config.world_size} ranks, but the launcher started "
+            f"{place.world_size} (WORLD_SIZE); start it with --nproc-per-node {config.world_size}"
         )
 
 

@@ -36,8 +36,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """How much memory a rank's KV cache may take: `explicit` bytes, or `share` (on cpu of free memory, over all ranks of the
-    host, at most `most` bytes a rank; on cuda of the device's memory, weights and all)."""
+    """How much memory a rank's KV cache may take: `explicit` bytes, or a `share` of memory.
+
+    On cpu it is a share of the host's free memory for the caches of all its ranks, at most `most` bytes a rank; on cuda
+    one of the device's memory, for weights and all else too.
+    """
 
     explicit: int | None
     share: float
@@ -111,7 +114,7 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
     device = _device(options.device, environment)
     steps = options.max_steps_in_flight or pp + 2
     if steps < pp:
-        raise ValueError(f"--max-steps-in-flight is {steps}, it must be at least the {pp} stages, or some are always idle")
+        raise ValueError(f"--max-steps-in-flight is {steps}, it must be at least the {pp} stages, or some stay idle")
     wanted = options.max_model_len
     return GangConfig(
         name=options.name,

@@ -1,6 +1,6 @@
 """What coordinator and ranks say to each other; nobody else reads it.
 
-*Step sockets* speak the public envelope (header and body) with the gang's own sequence in it, plus the three kinds below.
+*Step sockets* speak the public envelope (header and body) with the gang's own sequence, plus the three kinds below.
 *Control sockets* carry one frame a message: msgpack maps, told apart by their `type`.
 """
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
+
 from workerproto.codec import HEADER_BYTES, MAGIC, VERSION
 
 RESET = 64  # to ranks: a lease ended, forget all requests

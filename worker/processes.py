@@ -38,5 +38,5 @@ def refuse_core_dumps() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends; a second guard, since it cannot clean up."""
+    """Have the kernel kill this process when the thread that started it ends: a second guard, which cannot clean up."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -60,7 +60,7 @@ class NameInUse(Exception):
 
 
 class Claim:
-    """The lock of a folder, held from construction until `close`. Raises NameInUse, or OSError for a folder that cannot be made.
+    """The lock of a folder, held from construction until `close`. Raises NameInUse, or OSError if it cannot be made.
 
     What an earlier holder left behind is removed, since this process is the only one that may.
     """

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from workerproto.client import Client
 from workerproto.rundir import endpoint_of
 
@@ -36,8 +37,10 @@ TINY = {
     "torch_dtype": "float32",
     "tie_word_embeddings": False,
 }
-QUICK = ["--load-format", "dummy", "--kv-cache-memory-bytes", "2MiB", "--max-num-batched-tokens", "128", "--max-num-seqs", "8",
-         "--heartbeat-interval", "0.2", "--cpu-threads", "1"]  # fmt: skip
+QUICK = [
+    "--load-format", "dummy", "--kv-cache-memory-bytes", "2MiB", "--max-num-batched-tokens", "128",
+    "--max-num-seqs", "8", "--heartbeat-interval", "0.2", "--cpu-threads", "1",
+]  # fmt: skip
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:
@@ -124,7 +127,7 @@ class RunningGang:
 
     def errors(self) -> list[str]:
         """What rankd called errors, one line each."""
-        return re.findall(r"^rankd: error: (.*)$", self.said, re.M)
+        return re.findall(r"^rankd: error: (.*)$", self.said, re.MULTILINE)
 
     def end(self) -> None:
         """Whatever a test has left of it."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.gang.gangs import TINY, TORCHRUN, environment, gang, tiny_model, workerctl
 
 
@@ -41,7 +42,9 @@ def test_unknown_architecture(run_dir: Path, tmp_path: Path) -> None:
     model = tiny_model(tmp_path, architectures=["GPT2LMHeadModel"])
     code, line = refused(run_dir, "up", "--model", str(model))
     assert code == 78
-    assert line.startswith(f'{model}/config.json: architectures is ["GPT2LMHeadModel"], must be one of LlamaForCausalLM')
+    assert line.startswith(
+        f'{model}/config.json: architectures is ["GPT2LMHeadModel"], must be one of LlamaForCausalLM'
+    )
 
 
 def test_broken_json(run_dir: Path, tmp_path: Path) -> None:
@@ -61,7 +64,11 @@ def test_broken_json(run_dir: Path, tmp_path: Path) -> None:
         (["--block-size", "-1"], 78, "--block-size is -1"),
         (["--max-num-seqs", "0"], 78, "--max-num-seqs is 0"),
         (["--max-model-len", "257"], 78, "257 exceeds the model's max_position_embeddings 256"),
-        (["--max-steps-in-flight", "1", "-pp", "2"], 78, "--max-steps-in-flight is 1, it must be at least the 2 stages"),
+        (
+            ["--max-steps-in-flight", "1", "-pp", "2"],
+            78,
+            "--max-steps-in-flight is 1, it must be at least the 2 stages",
+        ),
         (["--gpu-memory-utilization", "1.5"], 78, "--gpu-memory-utilization is 1.5, it must be above 0 and at most 1"),
         (["--step-timeout", "nan"], 78, "--step-timeout is nan s"),
         (["--seed", "-1"], 78, "--seed is -1"),
@@ -123,24 +130,25 @@ def test_no_such_gang(run_dir: Path, subcommand: str) -> None:
 
 def test_rank_without_a_launcher(run_dir: Path, model: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "worker", "--model", str(model)], env=environment(run_dir), cwd=run_dir, capture_output=True,
-        text=True, timeout=30, check=False,
+        [sys.executable, "-m", "worker", "--model", str(model)], env=environment(run_dir), cwd=run_dir,
+        capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert result.returncode == 64
     (line,) = result.stderr.splitlines()
-    assert line.startswith("rankd: error: python -m worker is one rank and needs a launcher, which sets RANK, WORLD_SIZE")
+    assert line.startswith(
+        "rankd: error: python -m worker is one rank and needs a launcher, which sets RANK, WORLD_SIZE"
+    )
 
 
 def test_world_size_that_is_not_tp_times_pp(run_dir: Path, model: Path) -> None:
     result = subprocess.run(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "worker", "--model", str(model), "-tp", "2", "-pp", "2"],
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "worker", "--model", model, "-tp", "2", "-pp", "2"],
         env=environment(run_dir), cwd=run_dir, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert result.returncode == 1  # torchrun's own
     lines = [line for line in result.stderr.splitlines() if line.startswith("rankd: error")]
-    assert lines == [
-        "rankd: error: -tp 2 x -pp 2 = 4 ranks, but the launcher started 3 (WORLD_SIZE); start it with --nproc-per-node 4"
-    ]
+    says = "-tp 2 x -pp 2 = 4 ranks, but the launcher started 3 (WORLD_SIZE); start it with --nproc-per-node 4"
+    assert lines == [f"rankd: error: {says}"]
     assert "exitcode  : 78" in result.stderr
     assert not list(run_dir.iterdir())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from tests.gang.gangs import RunningGang, gang, workerctl
 from workerproto.client import Client
 from workerproto.messages import Event, Fault, Step

@@ -11,21 +11,45 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+
 from worker.config import FRAME_BYTES
 from worker.coordinator.relay import Relay
 from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
 from worker.run_files import RunFiles
 from workerproto.codec import Header, decode_body, decode_header, encode_body
 from workerproto.messages import (
-    Bye, Cache, Error, ErrorCode, Event, Facts, Fault, Hello, HeaderFlag, Kind, Limits, Message, RefusalCode, Refused, Result,
-    Step, Welcome,
+    Bye,
+    Cache,
+    Error,
+    ErrorCode,
+    Event,
+    Facts,
+    Fault,
+    HeaderFlag,
+    Hello,
+    Kind,
+    Limits,
+    Message,
+    RefusalCode,
+    Refused,
+    Result,
+    Step,
+    Welcome,
 )  # fmt: skip
 from workerproto.states import Gang
 
 EPOCH, CREDIT, LIMIT_MS = 7, 3, 5000
 STEP = encode_body(Step())
 FACTS = Facts(
-    "m", 10, 100, "w", True, Cache(4, 16, "float32", "NHD", [1, 1], [9, 9]), 1, 2, Limits(CREDIT, 8, 8, 8, FRAME_BYTES, 5)
+    "m",
+    10,
+    100,
+    "w",
+    True,
+    Cache(4, 16, "float32", "NHD", [1, 1], [9, 9]),
+    1,
+    2,
+    Limits(CREDIT, 8, 8, 8, FRAME_BYTES, 5),
 )
 
 
@@ -367,4 +391,3 @@ def test_answer_out_of_order_ends_the_gang(run_dir: Path) -> None:
     assert "the output rank answered 9" in str(house.errors[0])
     house.relay.close(1.0)
     house.context.destroy(linger=0)
-

@@ -16,15 +16,45 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+
 from tests.gang.gangs import RunningGang, environment, gang, workerctl
 from workerproto.client import Client, LeaseHeld
 from workerproto.codec import pack, unpack
 from workerproto.messages import Bye, New, RefusalCode, Refused, Result, RowFlag, Sampling, Step
 
-STATUS_KEYS = "name state epoch uptime_s protocol model parallel kv scheduler requests_live last_fault ranks".split()
-RANK_KEYS = (
-    "rank node pid tp pp device state phase phase_s step step_age_s steps_done kv_bytes num_blocks threads memory memory_labels"
-).split()
+STATUS_KEYS = [
+    "name",
+    "state",
+    "epoch",
+    "uptime_s",
+    "protocol",
+    "model",
+    "parallel",
+    "kv",
+    "scheduler",
+    "requests_live",
+    "last_fault",
+    "ranks",
+]
+RANK_KEYS = [
+    "rank",
+    "node",
+    "pid",
+    "tp",
+    "pp",
+    "device",
+    "state",
+    "phase",
+    "phase_s",
+    "step",
+    "step_age_s",
+    "steps_done",
+    "kv_bytes",
+    "num_blocks",
+    "threads",
+    "memory",
+    "memory_labels",
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +85,11 @@ def prompt(request: int, tokens: list[int], blocks: list[int]) -> Step:
 
 def decode(request: int, position: int) -> Step:
     return Step(
-        ids=pack([request]), positions=pack([position]), counts=pack([1]), row_flags=pack([RowFlag.SAMPLE]), grant_counts=pack([0])
+        ids=pack([request]),
+        positions=pack([position]),
+        counts=pack([1]),
+        row_flags=pack([RowFlag.SAMPLE]),
+        grant_counts=pack([0]),
     )
 
 
@@ -66,7 +100,7 @@ def result_of(client: Client) -> Result:
 
 
 def test_steps_ahead_of_results(client: Client) -> None:
-    """Prefill and two decode steps are submitted before the first answer is read: the worker keeps the sampled token."""
+    """Prefill and two decode steps go out before the first answer is read: the worker keeps the sampled token."""
     client.submit(prompt(1, [1, 2, 3], [5]))
     client.submit(decode(1, 3))
     client.submit(decode(1, 4))
@@ -86,7 +120,13 @@ def test_status_has_the_keys_that_others_rely_on(serving: RunningGang, client: C
     assert answer["requests_live"] == 1
     for number, rank in enumerate(answer["ranks"]):
         assert set(RANK_KEYS) <= set(rank)
-        assert (rank["rank"], rank["tp"], rank["pp"], rank["device"], rank["state"]) == (number, 0, number, "cpu", "READY")
+        assert (rank["rank"], rank["tp"], rank["pp"], rank["device"], rank["state"]) == (
+            number,
+            0,
+            number,
+            "cpu",
+            "READY",
+        )
         assert rank["threads"] == 1
         assert psutil.pid_exists(rank["pid"])
     assert answer["ranks"][0]["steps_done"] > 0
@@ -138,7 +178,15 @@ def test_rubbish_on_every_socket_of_outsiders(serving: RunningGang, client: Clie
     for name in ("sched", "admin"):
         with context.socket(zmq.DEALER) as stranger:
             stranger.connect(f"ipc://{folder / name}")
-            for parts in ([b""], [b"", b""], [b"{"], [b"{}" * 9, b"x", b"y"], [os.urandom(100_000)], [b'{"op": "fly"}'], [b"[" * 10000]):
+            for parts in (
+                [b""],
+                [b"", b""],
+                [b"{"],
+                [b"{}" * 9, b"x", b"y"],
+                [os.urandom(100_000)],
+                [b'{"op": "fly"}'],
+                [b"[" * 10000],
+            ):
                 stranger.send_multipart(parts)
                 assert stranger.poll(5000)
                 stranger.recv_multipart()

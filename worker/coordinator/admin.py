@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from workerproto.codec import VERSION
-
 from worker.coordinator.gang import Gang, Rank
 from worker.coordinator.lease import Lease
 from worker.coordinator.relay import Relay
+from workerproto.codec import VERSION
 
 
 def status(gang: Gang, relay: Relay) -> dict[str, Any]:
@@ -31,10 +30,14 @@ def status(gang: Gang, relay: Relay) -> dict[str, Any]:
             "max_model_len": facts.max_model_len if facts else None,
         },
         "parallel": {"tp": config.tp, "pp": config.pp, "partition": list(config.partition)},
-        "kv": None if facts is None else {"num_blocks": facts.kv.num_blocks, "block_size": facts.kv.block_size, "dtype": facts.kv.dtype},
+        "kv": None
+        if facts is None
+        else {name: getattr(facts.kv, name) for name in ("num_blocks", "block_size", "dtype")},
         "scheduler": None if holder is None else _scheduler(holder),
         "requests_live": live,
-        "last_fault": None if fault is None else {"code": fault.code, "rank": fault.rank, "phase": fault.phase, "message": fault.message},
+        "last_fault": None
+        if fault is None
+        else {n: getattr(fault, n) for n in ("code", "rank", "phase", "step", "message")},
         "ranks": [_rank(gang, one) for one in gang.ranks],
     }
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workerproto.messages import Fault
-
 from worker.coordinator.spawn import Exit
 from worker.exit_codes import ExitCode
 from worker.gang_messages import RankFault
+from workerproto.messages import Fault
 
 OWN, LIMIT, PEER = range(3)
-"""A rank's own exception or signal stands before a limit that passed, and that before the broken connection of a peer."""
+"""A rank's own exception or signal comes before a limit that passed, that before a peer's broken connection."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from workerproto.messages import Cache, Facts, Limits
-from workerproto.states import GANG, GangEvent, Machine
-from workerproto.states import Gang as GangState
-
 from worker import gang_messages as gm
 from worker.config import FRAME_BYTES, GangConfig
 from worker.coordinator import causes
@@ -22,6 +18,9 @@ from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import Exit, RankProcess
 from worker.exit_codes import ExitCode, Failure
 from worker.rank.status_file import RankStatus, read_status
+from workerproto.messages import Cache, Facts, Limits
+from workerproto.states import GANG, GangEvent, Machine
+from workerproto.states import Gang as GangState
 
 GATHER_S = 0.2  # after the first sign of death: others may tell more of the cause
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
@@ -64,13 +63,18 @@ class Rank:
     def status(self) -> RankStatus | None:
         return read_status(self.status_record)
 
+    def is_behind(self, step: int) -> bool:
+        """It has not done this step yet."""
+        status = self.status
+        return status is not None and (status.phase == "step" or (status.step or 0) < step)
+
     @property
     def gone(self) -> bool:
         return self.process is not None and self.process.exited.done()
 
 
 class Gang:
-    """`send(rank, message)` reaches a rank; `say(line)` a person. `ended` has the exit code once all ranks are gone."""
+    """`send(rank, message)` reaches a rank, `say(line)` a person. `ended` has the exit code once all ranks are gone."""
 
     def __init__(
         self, config: GangConfig, epoch: int, relay: Relay, records: list[mmap.mmap],
@@ -130,8 +134,9 @@ class Gang:
                     one.phase = phase
                 case gm.Loaded():
                     one.loaded = message
-                    rate = message.bytes / 1e9 / max(message.seconds, 1e-9)
-                    self._say(f"rank {rank}: {message.bytes / 1e6:.0f} MB of weights in {message.seconds:.2f} s ({rate:.2f} GB/s)")
+                    size, seconds = message.bytes / 1e9, message.seconds
+                    rate = size / max(seconds, 1e-9)
+                    self._say(f"rank {rank}: {size:.3f} GB of weights in {seconds:.2f} s ({rate:.2f} GB/s)")
                     self._when_all("loaded", GangEvent.ALL_LOADED)
                 case gm.KvOffer():
                     one.offer = message
@@ -152,10 +157,12 @@ class Gang:
     def _hello(self, one: Rank, hello: gm.Hello) -> None:
         if hello.world_size != self.config.world_size or hello.rank != one.rank:
             raise Failure(
-                ExitCode.ROLL_CALL, f"roll-call: rank {hello.rank} of {hello.world_size} came as rank {one.rank} of {self.config.world_size}"
+                ExitCode.ROLL_CALL,
+                f"roll-call: rank {hello.rank} of {hello.world_size} came, not {one.rank} of {self.config.world_size}",
             )
         if one.hello is not None and one.hello.pid != hello.pid:
-            raise Failure(ExitCode.ROLL_CALL, f"roll-call: rank {one.rank} came twice, as process {one.hello.pid} and {hello.pid}")
+            pids = f"{one.hello.pid} and {hello.pid}"
+            raise Failure(ExitCode.ROLL_CALL, f"roll-call: rank {one.rank} came twice, as processes {pids}")
         one.hello = hello
         if one.process is None:
             try:
@@ -165,7 +172,11 @@ class Gang:
         self._when_all("hello", GangEvent.ALL_STARTED)
 
     def _when_all(
-        self, what: str, event: GangEvent, act: Callable[[], None] = lambda: None, then: Callable[[], None] = lambda: None
+        self,
+        what: str,
+        event: GangEvent,
+        act: Callable[[], None] = lambda: None,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """Once the last rank has got that far: act, take the transition, and then …"""
         if all(getattr(one, what) is not None for one in self.ranks) and self._machine.allows(event):
@@ -191,12 +202,18 @@ class Gang:
         if positions < length and config.max_model_len_given:
             raise Failure(
                 ExitCode.BAD_CONFIG,
-                f"--max-model-len {length} cannot be kept: the KV cache holds {blocks} blocks x {config.block_size} = {positions} "
-                f"positions ({min(offer.available_bytes for offer in offers)} bytes); give less, or more --kv-cache-memory-bytes",
+                f"--max-model-len {length} cannot be kept: the KV cache holds {blocks} blocks x {config.block_size} = "
+                f"{positions} positions ({min(offer.available_bytes for offer in offers)} bytes); give less, or more "
+                "--kv-cache-memory-bytes",
             )
         self.kv = kv = gm.KvConfig(blocks, min(length, positions))
         limits = Limits(
-            config.max_steps_in_flight, config.max_tokens, config.max_rows, config.max_requests, FRAME_BYTES, config.max_logprobs
+            config.max_steps_in_flight,
+            config.max_tokens,
+            config.max_rows,
+            config.max_requests,
+            FRAME_BYTES,
+            config.max_logprobs,
         )
         cache = Cache(
             blocks, config.block_size, config.dtype, "NHD", [offer.block_bytes for offer in offers],
@@ -204,9 +221,16 @@ class Gang:
         )  # fmt: skip
         folder = str(config.model.resolve())  # so that a scheduler on this host finds the tokenizer
         self.facts = Facts(
-            folder if len(folder) <= 256 else config.model.name, config.model_config.vocab, kv.max_model_len, f"{config.load_format}:{config.model.name}", True, cache,
-            config.tp, config.pp, limits,
-        )  # fmt: skip
+            model=folder if len(folder) <= 256 else config.model.name,
+            vocabulary=config.model_config.vocab,
+            max_model_len=kv.max_model_len,
+            weights_id=f"{config.load_format}:{config.model.name}",
+            weights_valid=True,
+            kv=cache,
+            tp=config.tp,
+            pp=config.pp,
+            limits=limits,
+        )
         self._to_all(kv)
 
     # Limits.
@@ -219,7 +243,7 @@ class Gang:
             self.fail(self._startup_limit())
         head, since = self._relay.head, self._relay.head_since
         if self.state is GangState.READY and head is not None and since and now - since > limits.step:
-            stuck = [one for one in self.ranks if (s := one.status) and (s.phase == "step" or (s.step or 0) < head)] or self.ranks
+            stuck = [one for one in self.ranks if one.is_behind(head)] or self.ranks
             message = f"step {head} was not done within {limits.step:g} s; waiting for {_describe(stuck)}"
             self.fail(causes.own(ExitCode.LIMIT, message, stuck[0].rank, weight=causes.LIMIT))
 
@@ -229,7 +253,8 @@ class Gang:
         late = [one for one in self.ranks if getattr(one, milestone) is None]
         code = ExitCode.ROLL_CALL if milestone in ("hello", "present") else ExitCode.LIMIT
         there = ", ".join(str(one.rank) for one in self.ranks if one not in late) or "none"
-        message = f"not ready within {self.config.limits.startup:g} s ({self.state}): waiting for {_describe(late)}; there: rank {there}"
+        seconds = f"{self.config.limits.startup:g} s"
+        message = f"not ready within {seconds} ({self.state}): waiting for {_describe(late)}; there: rank {there}"
         return causes.own(code, message, late[0].rank, weight=causes.LIMIT)
 
     # The end.

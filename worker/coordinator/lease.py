@@ -1,4 +1,4 @@
-"""Who drives the gang, and which of their frames are taken: the first tier of the wire, by header alone, without a socket."""
+"""Who drives the gang, and which frames are taken: the first tier of the wire, by header alone, without a socket."""
 
 from __future__ import annotations
 
@@ -37,13 +37,19 @@ class Lease:
         self._machine.move(event, RemoteStateError)
 
     def judge_step(self, header: Header, epoch: int, credit: int, not_ready: str) -> None:
-        """Raises WireError: the frame counts as never sent. `not_ready`: the gang's state where it takes no steps, or ""."""
+        """Raises WireError: the frame counts as never sent. `not_ready`: the gang's state, or "" if READY."""
         if header.epoch != epoch:
             raise WireError(
-                ErrorCode.BAD_EPOCH, f"epoch {header.epoch} is not the gang's, {epoch} is", "epoch", str(header.epoch), str(epoch)
+                ErrorCode.BAD_EPOCH,
+                f"epoch {header.epoch} is not the gang's, {epoch} is",
+                "epoch",
+                str(header.epoch),
+                str(epoch),
             )
         if header.kind is not Kind.STEP:
-            raise WireError(ErrorCode.NOT_IMPLEMENTED, f"{header.kind.name} is not implemented", "kind", header.kind.name)
+            raise WireError(
+                ErrorCode.NOT_IMPLEMENTED, f"{header.kind.name} is not implemented", "kind", header.kind.name
+            )
         if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
             raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "flags", hex(header.flags))
         if not_ready or not self.held:
@@ -65,18 +71,25 @@ def judge_hello(header: Header, holder: Lease | None, identity: bytes, *, takeov
     """Raises WireError if this Hello does not attach."""
     if not header.lease or header.seq or header.epoch or header.flags:
         raise WireError(
-            ErrorCode.BAD_HEADER, "Hello names a lease other than 0, and 0 as epoch, sequence and flags", "header", str(header)
+            ErrorCode.BAD_HEADER,
+            "Hello names a lease other than 0, and 0 as epoch, sequence and flags",
+            "header",
+            str(header),
         )
     if holder is None:
         return
     if holder.identity == identity or holder.number == header.lease:
         raise WireError(
-            ErrorCode.BAD_LEASE, f"lease {header.lease} or its socket is attached already: each attachment takes new ones",
+            ErrorCode.BAD_LEASE, f"lease {header.lease} or its socket is attached: each attachment takes new ones",
             "lease", str(header.lease),
         )  # fmt: skip
     if not takeover:
         raise WireError(
-            ErrorCode.LEASE_HELD, f"client {holder.client!r} holds the gang", "takeover", "false", "true, to end its lease"
+            ErrorCode.LEASE_HELD,
+            f"client {holder.client!r} holds the gang",
+            "takeover",
+            "false",
+            "true, to end its lease",
         )
 
 

@@ -1,8 +1,8 @@
 """The relay: a plain thread between the scheduler's socket and the ranks' step sockets.
 
 It owns the lease, the credit and both sequences. The body of a step is never decoded: one receive, N sends of the same
-bytes. What the main thread wants of it comes as a call to run on this thread (`post`); what it finds out goes to the main
-thread by `notify`. It blocks when idle.
+bytes. What the main thread wants of it comes as a call to run on this thread (`post`); if it cannot go on it says so by
+`notify`. It blocks when idle.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from typing import NamedTuple, cast
 
 import msgspec
 import zmq
+
+from worker.config import FRAME_BYTES, HARD_FRAME_BYTES
+from worker.coordinator.lease import Lease, judge_hello, judge_sender
+from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
+from worker.run_files import RunFiles
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_sequence
 from workerproto.messages import (
     ORDERED_KINDS,
@@ -32,11 +37,6 @@ from workerproto.messages import (
     Welcome,
 )
 from workerproto.states import Gang, LeaseEvent
-
-from worker.config import FRAME_BYTES, HARD_FRAME_BYTES
-from worker.coordinator.lease import Lease, judge_hello, judge_sender
-from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
-from worker.run_files import RunFiles
 
 Parts = list[bytes]
 BATCH = 64
@@ -200,7 +200,7 @@ class Relay:
             decode_body(kind, body)
             self._end_lease(LeaseEvent.BYE)
         elif kind is not Kind.PONG:
-            raise WireError(ErrorCode.BAD_KIND, f"{kind.name} comes from a coordinator, not from a scheduler", "kind", kind.name)
+            raise WireError(ErrorCode.BAD_KIND, f"{kind.name} is not for a coordinator to receive", "kind", kind.name)
 
     def _to_ranks(self, kind: int, flags: int, body: bytes, lease: Lease | None = None, lease_seq: int = 0) -> None:
         self._gang_seq = sequence = self._gang_seq + 1
@@ -252,7 +252,7 @@ class Relay:
             self._primary_refusal = (gang_seq, lease_seq)
         cause, translated = self._primary_refusal
         if refused.cause_seq != cause:
-            raise RuntimeError(f"step {gang_seq} was refused because of {refused.cause_seq}, but {cause} was refused last")
+            raise RuntimeError(f"step {gang_seq} is refused because of {refused.cause_seq}; refused last was {cause}")
         return encode_body(msgspec.structs.replace(refused, cause_seq=translated))
 
     # Leases.

@@ -17,7 +17,6 @@ import msgspec
 import uvloop
 import zmq
 import zmq.asyncio
-from workerproto.states import StateError
 
 from worker import gang_messages as gm
 from worker.config import HARD_FRAME_BYTES, GangConfig
@@ -29,6 +28,7 @@ from worker.exit_codes import ExitCode, Failure
 from worker.processes import started_at
 from worker.rank.status_file import create_status_file
 from worker.run_files import Claim, NameInUse, RunFiles
+from workerproto.states import StateError
 
 LAST_WORDS_S = 1.0
 """For what was sent to schedulers to leave."""
@@ -38,7 +38,8 @@ LAST_WORDS_S = 1.0
 class Launch:
     """How the ranks come. `agent`: torchrun's (pid, start tick); then they are adopted, else spawned with `arguments`.
 
-    `output` takes the ranks' stdout and stderr. `up` is called when connections are taken, `ready` at READY."""
+    `output` takes the ranks' stdout and stderr. `up` is called when connections are taken, `ready` at READY.
+    """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
@@ -51,15 +52,15 @@ class Launch:
 
 
 def run(config: GangConfig, launch: Launch) -> ExitCode:
-    """Until the gang has ended; the first cause has then been said on stderr. Raises Failure and ValueError before that."""
+    """Until the gang has ended; the first cause has then been said on stderr. Raises Failure or ValueError earlier."""
     files = RunFiles(config.name, launch.environment, launch.name, launch.epoch)
     try:
         claim = _claim(files, wait_s=5.0 if launch.epoch > 1 else 0.0)
     except NameInUse as error:
         raise Failure(
             ExitCode.NAME_IN_USE,
-            f"the name {config.name!r} is in use in {files.folder.parent} by process {error.holder}; give another --name, or end "
-            f"that gang: workerctl down --name {config.name}",
+            f"the name {config.name!r} is in use in {files.folder.parent} by process {error.holder}; "
+            f"give another --name, or end that gang: workerctl down --name {config.name}",
         ) from None
     except OSError as error:
         raise ValueError(f"run directory {files.folder} cannot be made: {error.strerror or error}") from None
@@ -95,16 +96,18 @@ class _Coordinator:
 
     async def main(self) -> ExitCode:
         config, files = self._config, self._files
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         asynchronous = zmq.asyncio.Context(context)
         records = [create_status_file(files.status(rank)) for rank in range(config.world_size)]
         output_rank = config.world_size - config.tp
         self._relay = relay = Relay(
-            context, files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease, self._launch.epoch,
-            lambda error: loop.call_soon_threadsafe(self._relay_failed, error),
+            context, files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease,
+            self._launch.epoch, self._relay_failed_there,
         )  # fmt: skip
-        self._control = [self._socket(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)]
+        self._control = [
+            self._socket(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
+        ]
         self._admin = self._socket(asynchronous, zmq.ROUTER, files.admin_endpoint)
         self._gang = gang = Gang(config, self._launch.epoch, relay, records, self._send, say)
         relay.start()
@@ -148,7 +151,8 @@ class _Coordinator:
             )
             for rank, process in enumerate(processes):
                 gang.watch(rank, process)
-            say(f"gang {self._config.name!r}: started {len(processes)} ranks, processes {', '.join(str(p.pid) for p in processes)}")
+            pids = ", ".join(str(process.pid) for process in processes)
+            say(f"gang {self._config.name!r}: started {len(processes)} ranks, processes {pids}")
             return
         pid, started = launch.agent
         try:
@@ -202,9 +206,9 @@ class _Coordinator:
         assert facts is not None
         seconds = time.monotonic() - self._gang.started
         say(
-            f"READY in {seconds:.1f} s: gang {self._config.name!r}, {facts.model}, tp {facts.tp} x pp {facts.pp}, {self._config.dtype} "
-            f"on {self._config.device}, {facts.kv.num_blocks} blocks of {facts.kv.block_size}, up to {facts.max_model_len} positions; "
-            f"schedulers connect to {self._files.scheduler_endpoint}"
+            f"READY in {seconds:.1f} s: gang {self._config.name!r}, {facts.model}, tp {facts.tp} x pp {facts.pp}, "
+            f"{self._config.dtype} on {self._config.device}, {facts.kv.num_blocks} blocks of {facts.kv.block_size}, "
+            f"up to {facts.max_model_len} positions; schedulers connect to {self._files.scheduler_endpoint}"
         )
         self._launch.ready()
 
@@ -214,6 +218,10 @@ class _Coordinator:
         while True:
             await asyncio.sleep(min(0.5, self._config.limits.heartbeat))
             self._gang.tick()
+
+    def _relay_failed_there(self, error: BaseException) -> None:
+        """On the relay's thread."""
+        self._loop.call_soon_threadsafe(self._relay_failed, error)
 
     def _relay_failed(self, error: BaseException) -> None:
         self._gang.fail(causes.own(ExitCode.DISAGREEMENT, f"relay: {type(error).__name__}: {error}"))
@@ -230,4 +238,3 @@ def _report(cause: causes.Cause) -> None:
     if cause.fault.traceback:
         with suppress(OSError):
             print(cause.fault.traceback.rstrip(), file=sys.stderr, flush=True)
-

@@ -57,11 +57,17 @@ def _exit_of(status: int) -> Exit:
 
 
 def spawn(
-    world_size: int, arguments: Sequence[str], environment: Mapping[str, str], epoch: int, launch: str, output: IO[bytes] | int
+    world_size: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    epoch: int,
+    launch: str,
+    output: IO[bytes] | int,
 ) -> list[RankProcess]:
     """Start all ranks of this host, with torchrun's environment contract. stdout and stderr of all go to `output`.
 
-    Rank 0 inherits a socket that listens on loopback already, for the store: no race for a port, nothing beyond the host.
+    Rank 0 inherits a socket for the store that listens on loopback already: no race for a port, nothing beyond the
+    host.
     """
     with socket.socket() as store:
         store.bind(("127.0.0.1", 0))

@@ -30,6 +30,7 @@ def ask(files: RunFiles, operation: str) -> dict[str, Any]:
         if not socket.poll(int(PATIENCE_S * 1000)):
             if lock_holder(files) is None:
                 raise NoSuchGang(f"gang {files.folder.name!r} has just ended")
-            raise Failure(ExitCode.LIMIT, f"the coordinator of {files.folder.name!r}, process {holder}, does not answer within {PATIENCE_S:g} s")
+            who = f"the coordinator of {files.folder.name!r}, process {holder},"
+            raise Failure(ExitCode.LIMIT, f"{who} does not answer within {PATIENCE_S:g} s")
         answer: dict[str, Any] = json.loads(socket.recv())
     return answer

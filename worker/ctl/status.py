@@ -8,14 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workerproto.rundir import DEFAULT_NAME
-
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
 from worker.options import Parser
 from worker.run_files import RunFiles
+from workerproto.rundir import DEFAULT_NAME
 
 READY, NOT_READY, FAILED = 0, 1, 2
-COLUMNS = ("rank", "node", "pid", "tp", "pp", "device", "state", "phase", "for", "step", "steps", "kv", "blocks", "threads")
+COLUMNS = (
+    "rank", "node", "pid", "tp", "pp", "device", "state", "phase", "for", "step", "steps", "kv", "blocks", "threads",
+)  # fmt: skip
 
 
 def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -23,7 +24,7 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser("workerctl status", "Show a gang. Exit code 0: READY, 1: not, 2: failed, 3: there is none.")
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--json", action="store_true", help="one JSON object (a line each with --watch)")
-    parser.add_argument("--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="again and again (every second)")
+    parser.add_argument("--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="again and again (1)")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     files = RunFiles(options.name, environment)
@@ -54,15 +55,15 @@ def _print(answer: dict[str, Any], *, as_json: bool, again: bool) -> None:
 
 
 def heading(answer: dict[str, Any]) -> list[str]:
-    model, parallel, kv, scheduler = answer["model"], answer["parallel"], answer["kv"], answer["scheduler"]
+    model, parallel, kv, driver = answer["model"], answer["parallel"], answer["kv"], answer["scheduler"]
     lines = [
         f"{answer['name']}  {answer['state']}  epoch {answer['epoch']}  up {answer['uptime_s']:.0f} s",
-        f"{model['path']}  {model['architecture']}  {model['dtype']}  tp {parallel['tp']} x pp {parallel['pp']}, layers "
-        + " + ".join(map(str, parallel["partition"])),
+        f"{model['path']}  {model['architecture']}  {model['dtype']}  "
+        f"tp {parallel['tp']} x pp {parallel['pp']}, layers " + " + ".join(map(str, parallel["partition"])),
     ]
     cache = f"{kv['num_blocks']} blocks of {kv['block_size']} positions ({kv['dtype']})" if kv else "not yet"
-    driver = f"{scheduler['client'] or 'without a name'}, {scheduler['in_flight']} steps in flight" if scheduler else "none"
-    lines.append(f"kv cache: {cache}   scheduler: {driver}   requests: {answer['requests_live']}")
+    scheduler = f"{driver['client'] or 'without a name'}, {driver['in_flight']} steps in flight" if driver else "none"
+    lines.append(f"kv cache: {cache}   scheduler: {scheduler}   requests: {answer['requests_live']}")
     if fault := answer["last_fault"]:
         lines.append(f"fault: rank {fault['rank']}, {fault['phase']}: {fault['message']}")
     return lines

@@ -43,7 +43,9 @@ def _detach(launch_name: str, log_file: str, arguments: Sequence[str]) -> int:
     command = [
         sys.executable, "-m", "worker.coordinator", "--launch", launch_name, "--log-file", log_file, "--", *arguments,
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, text=True
+    )
     assert process.stdout is not None
     try:
         for line in process.stdout:

@@ -11,10 +11,8 @@ from functools import partial
 
 import psutil
 import torch
-import torch.distributed as dist
 import zmq
-from workerproto.codec import VERSION
-from workerproto.steps import StepLimits
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch does not list them in __all__
 
 from worker.config import GangConfig
 from worker.execution.model_runner import ModelRunner
@@ -28,11 +26,13 @@ from worker.rank.place import Place
 from worker.rank.status_file import StatusWriter
 from worker.rank.step_loop import StepLoop
 from worker.weights import load_weights, open_weights
+from workerproto.codec import VERSION
+from workerproto.steps import StepLimits
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a bring-up works with; made by the main thread. `deadline`: monotonic seconds by which the gang must be ready."""
+    """What a bring-up works with, from the main thread. `deadline`: monotonic seconds, of READY."""
 
     config: GangConfig
     place: Place
@@ -78,7 +78,8 @@ def bring_up(seat: Seat) -> StepLoop:
     seat.enter("kv")
     if agreed.num_blocks > runner.num_blocks(available):
         raise Failure(
-            ExitCode.DISAGREEMENT, f"{agreed.num_blocks} blocks are asked for, {runner.num_blocks(available)} were offered"
+            ExitCode.DISAGREEMENT,
+            f"{agreed.num_blocks} blocks are asked for, {runner.num_blocks(available)} were offered",
         )
     runner.allocate(agreed.num_blocks)
     seat.enter("warmup")
@@ -86,8 +87,8 @@ def bring_up(seat: Seat) -> StepLoop:
     runner.capture()
     torch.manual_seed(config.seed)  # warming up has drawn from it
     loop = StepLoop(
-        seat.steps(), runner, step_limits(config, agreed), place.epoch, is_output=topology.is_output, status=seat.status,
-        report=seat.control.report, fault_points=seat.fault_points,
+        seat.steps(), runner, step_limits(config, agreed), place.epoch, is_output=topology.is_output,
+        status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
     )  # fmt: skip
     seat.status.enter("ready")
     seat.control.report(Phase("ready"))
@@ -108,12 +109,13 @@ def _device(config: GangConfig, place: Place) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if place.local_rank >= count:
-        raise ValueError(f"--device is cuda, and torch {torch.__version__} sees {count} devices: none for local rank {place.local_rank}")
+        seen = f"torch {torch.__version__} sees {count} devices"
+        raise ValueError(f"--device is cuda, but {seen}: none for local rank {place.local_rank}")
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     if config.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
-        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        raise ValueError(f"--dtype is bfloat16, which {name} (compute capability {capability[0]}.{capability[1]}, below 8.0) has not")
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"--dtype is bfloat16, which {name} has not: its compute capability is below 8.0")
     return device
 
 
@@ -143,16 +145,16 @@ def _meet(seat: Seat, device: torch.device, dtype: torch.dtype) -> Groups:
     return groups
 
 
-def _store(seat: Seat) -> dist.Store | None:
+def _store(seat: Seat) -> Store | None:
     place = seat.place
     if place.world_size == 1:
         return None
     left = timedelta(seconds=max(1.0, seat.deadline - time.monotonic()))
     serves = place.rank == 0 and not place.agent_store
-    tcp = partial(dist.TCPStore, place.store_host, place.store_port, is_master=serves, timeout=left, wait_for_workers=False)
+    tcp = partial(TCPStore, place.store_host, place.store_port, is_master=serves, timeout=left, wait_for_workers=False)
     # On a socket that is bound already nobody else can take the port, and nothing listens beyond loopback.
     store = tcp(master_listen_fd=place.store_fd) if serves and place.store_fd is not None else tcp()
-    return dist.PrefixStore(f"rankd/{place.epoch}", store)
+    return PrefixStore(f"rankd/{place.epoch}", store)
 
 
 def _runner_config(config: GangConfig, device: torch.device, dtype: torch.dtype) -> RunnerConfig:
@@ -180,5 +182,3 @@ def _kv_bytes(config: GangConfig, place: Place, device: torch.device, profile: P
         return max(0, int(total * kv.share) - (total - free) - peak)
     share = int(psutil.virtual_memory().available * kv.share / place.local_world_size)
     return share if kv.most is None else min(share, kv.most, useful)
-
-

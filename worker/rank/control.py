@@ -57,7 +57,7 @@ class Control:
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self.send(message)))
 
     def wait_for(self, kind: type[M], deadline: float, what: str) -> M:
-        """The next message of the coordinator, which must be of this kind. Raises Failure at the deadline (monotonic)."""
+        """The next message, which must be of this kind. Raises Failure at the deadline (monotonic seconds)."""
         try:
             message = self._for_compute.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:

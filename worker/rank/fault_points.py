@@ -65,8 +65,8 @@ def _parse(text: str) -> tuple[int, _Fault]:
         valid = False
     if not valid or at not in PLACES or count < 1:
         raise ValueError(
-            f"RANKD_FAULT {text!r} is not rank=R;at=PLACE;n=N;do=ACTION with a place of {', '.join(PLACES)} and an action of "
-            f"{ACTIONS}"
+            f"RANKD_FAULT {text!r} is not rank=R;at=PLACE;n=N;do=ACTION with a place of {', '.join(PLACES)} "
+            f"and an action of {ACTIONS}"
         )
     return rank, _Fault(at, count, do)
 

@@ -12,9 +12,12 @@ from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import RankFault
 
 # Texts of gloo, NCCL and TCPStore when the other end is gone or silent; they have no exception types of their own.
-_PEER = re.compile(r"connection (closed|reset)|broken pipe|remote process exited|socket closed|ncclRemoteError|recvValue|sendBytes", re.I)
-_LIMIT = re.compile(r"timed? ?out", re.I)
-_MEMORY = re.compile(r"can't allocate memory|out of memory", re.I)
+_PEER = re.compile(
+    r"connection (closed|reset)|broken pipe|remote process exited|socket closed|ncclRemoteError|recvValue|sendBytes",
+    re.IGNORECASE,
+)
+_LIMIT = re.compile(r"timed? ?out", re.IGNORECASE)
+_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
 
 def describe(error: BaseException, phase: str, step: int | None, *, always_trace: bool) -> RankFault:

@@ -1,4 +1,4 @@
-"""Where a rank stands, from the environment that torchrun or our coordinator gave it: the one contract of both launchers."""
+"""Where a rank stands, from the environment that torchrun or our coordinator gave it: one contract for both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`launch` names this start of a gang, alike on all its ranks (see run_files). `store_fd`: rank 0 serves the store on
-    this listening socket. `agent_store`: torchrun's agent serves it already. `error_file`: where torchrun looks for a cause."""
+    """`launch` names this start of a gang, alike on all its ranks (see run_files).
+
+    `store_fd`: rank 0 serves the store on this listening socket. `agent_store`: torchrun's agent serves it already.
+    `error_file`: where torchrun looks for a cause.
+    """
 
     rank: int
     world_size: int

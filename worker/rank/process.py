@@ -41,7 +41,13 @@ def run(
 
 class _RankProcess:
     def __init__(
-        self, config: GangConfig, place: Place, files: RunFiles, watch: ParentWatch, fault_points: FaultPoints, trace: bool
+        self,
+        config: GangConfig,
+        place: Place,
+        files: RunFiles,
+        watch: ParentWatch,
+        fault_points: FaultPoints,
+        trace: bool,
     ) -> None:
         self._config = config
         self._place = place
@@ -100,8 +106,8 @@ class _RankProcess:
             from worker.rank.boot import Seat, bring_up
 
             seat = Seat(
-                self._config, self._place, self._threads, self._control, self._status, self._fault_points, self._step_socket,
-                self._deadline,
+                self._config, self._place, self._threads, self._control, self._status, self._fault_points,
+                self._step_socket, self._deadline,
             )  # fmt: skip
             self._steps = bring_up(seat)
             self._steps.run()
@@ -112,7 +118,7 @@ class _RankProcess:
             self._loop.call_soon_threadsafe(self._finish, ExitCode.OK)
 
     def _step_socket(self) -> zmq.Socket[bytes]:
-        steps = zmq.Context.instance().socket(zmq.DEALER)
+        steps: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         steps.linger = 0
         steps.connect(self._files.steps_endpoint(self._place.rank))
         return steps

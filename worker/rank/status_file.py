@@ -100,8 +100,8 @@ def read_status(record: bytes | mmap.mmap) -> RankStatus | None:
     done, total = _PROGRESS.unpack_from(record, 72)
     now = time.monotonic()
     return RankStatus(
-        pid, epoch, threads, PHASES[phase], max(0.0, now - since), step or None, max(0.0, now - step_since) if step else None,
-        done_steps, live, done, total,
+        pid, epoch, threads, PHASES[phase], max(0.0, now - since), step or None,
+        max(0.0, now - step_since) if step else None, done_steps, live, done, total,
     )  # fmt: skip
 
 

@@ -7,10 +7,6 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-from workerproto.codec import encode_body, pack
-from workerproto.messages import Kind, Refused, Result
-from workerproto.steps import Refusal, StepLimits
-from workerproto.validate import StepValidator
 
 from worker import gang_messages
 from worker.execution.runner import Runner, StepOutput
@@ -18,6 +14,10 @@ from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
 from worker.rank.fault_points import FaultPoints
 from worker.rank.status_file import StatusWriter
+from workerproto.codec import encode_body, pack
+from workerproto.messages import Kind, Refused, Result
+from workerproto.steps import Refusal, StepLimits
+from workerproto.validate import StepValidator
 
 CHECKPOINT = 64
 """Ranks compare digests at multiples of this sequence, wherever each of them is by then."""
@@ -54,7 +54,7 @@ class StepLoop:
             if sequence != expected or epoch != self._epoch:
                 raise Failure(
                     ExitCode.STEP,
-                    f"sequence {sequence} of epoch {epoch} came, {expected} of epoch {self._epoch} was to come: a frame is lost",
+                    f"sequence {sequence} of epoch {epoch} came, {expected} of {self._epoch} was due: a frame is lost",
                 )
             expected += 1
             if kind == Kind.STEP:
