@@ -172,18 +172,18 @@ def test_without_prefix_caching_everything_is_computed() -> None:
 
 def test_batches_take_turns_and_are_balanced_anew_each_round() -> None:
     ranks = Ranks(batches=2, steps_in_flight=3)
-    for n in range(4):
-        ranks.scheduler.add(prompt(3, n), Params(4 + 4 * (n > 1)))
+    for n in range(8):
+        ranks.scheduler.add(prompt(3, n), Params(4 + 4 * (n > 3)))
     ranks.issue()
     ranks.answer()
     assert [ids(step) for _ in range(4) if (step := ranks.issue() or (ranks.answer() and ranks.issue()))] == [
-        [1, 2], [3, 4], [1, 2], [3, 4],
+        [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [5, 6, 7, 8],
     ]  # fmt: skip
     ranks.run()
-    assert ids(ranks.steps[-2]) == [3, 4]  # two are left, which are not split
+    assert ids(ranks.steps[-2]) == [5, 6, 7, 8]  # four are left, which are not split
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 4, 7])
 def test_a_small_batch_is_not_split(rows: int) -> None:
     ranks = Ranks(batches=2, steps_in_flight=2)
     for n in range(rows):
