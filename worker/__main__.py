@@ -61,6 +61,11 @@ def run_rank(config: GangConfig, place: Place, files: RunFiles, trace: bool) -> 
 
 
 def check_world_size(config: GangConfig, place: Place) -> None:
+    if place.world_size != place.local_world_size:
+        raise ValueError(
+            f"{place.local_world_size} of {place.world_size} ranks are on this host: a gang over several hosts is not "
+            "built yet"
+        )
     if config.world_size != place.world_size:
         raise ValueError(
             f"-tp {config.tp} x -pp {config.pp} = {config.world_size} ranks, but the launcher started "

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.gang.gangs import RunningGang, gang, workerctl
+from tests.gang.gangs import QUICK, RunningGang, gang, tiny_model, workerctl
 from workerproto.client import Client
 from workerproto.messages import Event, Fault, Step
 from workerproto.states import Gang as GangState
@@ -168,3 +168,24 @@ def test_asked_to_stop_while_starting(run_dir: Path, tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGINT)
         assert running.wait_exit() == 0
         running.wait_nothing_left()
+
+
+def test_detached_gang(run_dir: Path, tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path / "model"))
+    up = ["up", "--detach", "--model", model, *QUICK, "--log-file", str(tmp_path / "log")]
+    result = workerctl(run_dir, *up, limit_s=60)
+    try:
+        assert result.returncode == 0, result.stderr
+        assert "READY in" in result.stderr
+        assert workerctl(run_dir, "status").returncode == 0
+        second = workerctl(run_dir, *up)
+        assert (second.returncode, len(second.stderr.splitlines())) == (75, 1)
+    finally:
+        down = workerctl(run_dir, "down")
+    assert (down.returncode, down.stdout, down.stderr) == (0, "", "")
+    assert not list(run_dir.iterdir())
+    assert "stopping: workerctl down" in (tmp_path / "log").read_text()
+    failed = workerctl(run_dir, "up", "--detach", "--model", model, limit_s=60)  # there are no weights
+    assert failed.returncode == 65
+    assert "rankd: error: rank 0, load:" in failed.stderr
+    assert not list(run_dir.iterdir())

@@ -270,6 +270,9 @@ class Gang:
     def fail(self, cause: Cause) -> None:
         """A sign of failure; the first begins the end, those that follow within GATHER_S are weighed with it."""
         self._causes.append(cause)
+        if self._ending is not None and len(self._causes) == 1 and self._machine.allows(GangEvent.FAIL):
+            self._ending.cancel()  # an orderly stop that has not come to its end
+            self._ending = None
         if self._ending is None:
             self._ending = asyncio.create_task(self._fail())
 
@@ -308,7 +311,9 @@ class Gang:
         else:
             await self._all_gone(1.0)
         self._move(GangEvent.ALL_GONE)
-        self.ended.set_result(ExitCode.OK)
+        if self._causes:  # a rank that failed at its very end
+            self.cause = causes.first_cause(self._causes)
+        self.ended.set_result(ExitCode(self.cause.fault.code) if self.cause else ExitCode.OK)
 
     def _signal(self, number: signal.Signals) -> None:
         for one in self.ranks:

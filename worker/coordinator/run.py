@@ -26,6 +26,7 @@ from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import RankProcess, spawn
 from worker.exit_codes import ExitCode, Failure
 from worker.processes import started_at
+from worker.rank.fault_points import check_faults
 from worker.rank.status_file import create_status_file
 from worker.run_files import Claim, NameInUse, RunFiles
 from workerproto.states import StateError
@@ -54,6 +55,7 @@ class Launch:
 def run(config: GangConfig, launch: Launch) -> ExitCode:
     """Until the gang has ended; the first cause has then been said on stderr. Raises Failure or ValueError earlier."""
     files = RunFiles(config.name, launch.environment, launch.name, launch.epoch)
+    check_faults(launch.environment.get("RANKD_FAULT", ""))
     try:
         claim = _claim(files, wait_s=5.0 if launch.epoch > 1 else 0.0)
     except NameInUse as error:
@@ -111,7 +113,7 @@ class _Coordinator:
         self._admin = self._socket(asynchronous, zmq.ROUTER, files.admin_endpoint)
         self._gang = gang = Gang(config, self._launch.epoch, relay, records, self._send, say)
         relay.start()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, gang.stop, signal.Signals(number).name)
         tasks = [
             asyncio.create_task(self._serve_admin()),

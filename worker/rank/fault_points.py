@@ -49,6 +49,13 @@ class FaultPoints:
                     _act(fault.do, place)
 
 
+def check_faults(text: str) -> None:
+    """Raises ValueError for a text that means nothing, on any rank."""
+    for part in text.split(","):
+        if part.strip():
+            _parse(part)
+
+
 def _parse(text: str) -> tuple[int, _Fault]:
     fields = dict(part.partition("=")[::2] for part in text.strip().split(";"))
     try:
