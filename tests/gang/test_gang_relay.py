@@ -315,6 +315,21 @@ def test_silent_holder_loses_the_lease(house: House, lease_timeout: float) -> No
     house.attached()
 
 
+def test_holder_whose_result_cannot_be_delivered_loses_the_lease(house: House) -> None:
+    """Its socket is gone: the answer is not lost in silence, and nobody has to wait for the time-out."""
+    house.ready()
+    gone = house.attached()
+    for sequence in range(1, CREDIT + 1):
+        gone.step()
+        assert house.take()[:2] == (Kind.STEP, sequence)
+    gone.socket.close()
+    for sequence in range(1, CREDIT + 1):  # the first may leave before the relay's socket learns of the hang-up
+        house.answer(sequence)
+        if house.ranks[0].poll(1000):
+            break
+    assert house.take()[0] == RESET
+
+
 @pytest.mark.parametrize("lease_timeout", [0.6])
 def test_pings_keep_the_lease(house: House, lease_timeout: float) -> None:
     house.ready()

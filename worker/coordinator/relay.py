@@ -125,7 +125,7 @@ class Relay:
         self._facts = facts or self._facts
         if (lease := self._lease) is not None and lease.held:
             self._tell(lease, Kind.EVENT, Event(state, self._epoch, lease.answered, facts, fault))
-            if state is Gang.FAILED:
+            if state is Gang.FAILED and lease is self._lease:
                 lease.end(LeaseEvent.GANG_ENDED)
                 self._ended.append(lease.number)
                 self._lease = None
@@ -242,8 +242,7 @@ class Relay:
             return  # its lease has ended
         lease.in_flight -= 1
         lease.answered = step.lease_seq
-        self._send(lease.identity, Header(Kind(kind), 0, self._epoch, lease.number, step.lease_seq), body)
-        lease.said = time.monotonic()
+        self._deliver(lease, Header(Kind(kind), 0, self._epoch, lease.number, step.lease_seq), body)
 
     def _translate(self, body: bytes, gang_seq: int, lease_seq: int) -> bytes:
         """A refusal names its cause by gang sequence; the scheduler knows only its own."""
@@ -315,9 +314,14 @@ class Relay:
     # Sending.
 
     def _tell(self, lease: Lease, kind: Kind, message: Message | None) -> None:
-        lease.said = time.monotonic()
         body = b"" if message is None else encode_body(message)
-        self._send(lease.identity, Header(kind, 0, self._epoch, lease.number), body)
+        self._deliver(lease, Header(kind, 0, self._epoch, lease.number), body)
+
+    def _deliver(self, lease: Lease, header: Header, body: bytes) -> None:
+        """To a holder nothing may be lost in silence: one who has gone, or has stopped reading, loses the lease instead."""
+        lease.said = time.monotonic()
+        if not self._send(lease.identity, header, body) and lease is self._lease:
+            self._end_lease(LeaseEvent.TIMEOUT, "NOT_READING", "what was sent here could not be delivered")
 
     def _answer_error(self, parts: Parts, error: WireError) -> None:
         identity, lease = parts[0], self._lease
@@ -330,11 +334,13 @@ class Relay:
         )  # fmt: skip
         self._send(identity, Header(Kind.ERROR, 0, self._epoch, number), encode_body(answer))
 
-    def _send(self, identity: bytes, header: Header, body: bytes) -> None:
+    def _send(self, identity: bytes, header: Header, body: bytes) -> bool:
+        """Whether it could be queued: not if the peer has gone, or its queue is full."""
         try:
             self._scheduler.send_multipart([identity, header.encode(), body], zmq.NOBLOCK)
         except zmq.ZMQError:
-            pass  # gone, or it has stopped reading: its lease ends when nothing is heard of it
+            return False
+        return True
 
 
 def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
