@@ -22,8 +22,8 @@ from workerproto.steps import StepLimits
 
 SMALLEST_BATCH = 4
 """Rows that each batch has before decoding requests are dealt out to one more. Processor time of a stage and step
-(SmolLM2, two stages of one core each): two batches of two rows cost each stage what one of four costs both together, two
-of eight a quarter less than one of sixteen.
+(SmolLM2, two stages of one core each): two batches of two rows cost each stage what one of four costs both together,
+two of eight a quarter less than one of sixteen.
 """
 _ID_END = 2**31
 

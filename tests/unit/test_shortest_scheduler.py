@@ -17,7 +17,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_the_readmes_scheduler_gets_the_right_tokens(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = re.search(r"```python\n(.*?)```", README.read_text(), re.S)
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert code
     assert len([line for line in code[1].splitlines() if line.strip()]) <= 20
     (run_dir / "demo").mkdir()
