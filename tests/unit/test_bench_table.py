@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+
 from bench_cpu import last_json, table
 from gang import GangError
 
