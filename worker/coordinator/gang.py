@@ -164,6 +164,8 @@ class Gang:
             pids = f"{one.hello.pid} and {hello.pid}"
             raise Failure(ExitCode.ROLL_CALL, f"roll-call: rank {one.rank} came twice, as processes {pids}")
         one.hello = hello
+        if self._ending is not None:  # what was sent to all before it came has not reached it
+            self._send(one.rank, gm.Stop(ExitCode.OK, "stopped"))
         if one.process is None:
             try:
                 self.watch(one.rank, RankProcess(hello.pid, hello.started))
@@ -304,6 +306,7 @@ class Gang:
         else:
             self._move(GangEvent.STOP)
             self._to_all(gm.Stop(ExitCode.OK, "stopped"))
+            self._signal(signal.SIGTERM, [one for one in self.ranks if one.hello is None])  # it hears nothing yet
         for patience, number in ((STOP_S, signal.SIGTERM), (SIGTERM_S, signal.SIGKILL)):
             if await self._all_gone(patience):
                 break
@@ -315,8 +318,8 @@ class Gang:
             self.cause = causes.first_cause(self._causes)
         self.ended.set_result(ExitCode(self.cause.fault.code) if self.cause else ExitCode.OK)
 
-    def _signal(self, number: signal.Signals) -> None:
-        for one in self.ranks:
+    def _signal(self, number: signal.Signals, ranks: list[Rank] | None = None) -> None:
+        for one in self.ranks if ranks is None else ranks:
             if one.process is not None:
                 one.process.send_signal(number)
 

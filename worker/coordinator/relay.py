@@ -318,7 +318,7 @@ class Relay:
         self._deliver(lease, Header(kind, 0, self._epoch, lease.number), body)
 
     def _deliver(self, lease: Lease, header: Header, body: bytes) -> None:
-        """To a holder nothing may be lost in silence: one who has gone, or has stopped reading, loses the lease instead."""
+        """To a holder nothing may be lost in silence: one that is gone, or does not read, loses the lease instead."""
         lease.said = time.monotonic()
         if not self._send(lease.identity, header, body) and lease is self._lease:
             self._end_lease(LeaseEvent.TIMEOUT, "NOT_READING", "what was sent here could not be delivered")
