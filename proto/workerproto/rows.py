@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workerproto.codec import Int32Array, unpack
-from workerproto.messages import RefusalCode, RowFlag, Step
+from workerproto.messages import Packed, RefusalCode, RowFlag, Step
 from workerproto.steps import Refusal, RequestTable, StepLimits
 
 # As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
@@ -22,25 +22,30 @@ class Rows(NamedTuple):
     ids: Int32Array
     positions: Int32Array
     counts: Int32Array
-    flags: Int32Array
+    row_flags: Int32Array
     grant_counts: Int32Array
     grants: Int32Array
     forced: Int32Array
 
 
+def row_members(step: Step) -> tuple[Packed, ...]:
+    """What a step says of its rows, in the order of `Rows`."""
+    return (
+        step.ids,
+        step.positions,
+        step.counts,
+        step.row_flags,
+        step.grant_counts,
+        step.grants,
+        step.forced,
+    )
+
+
 def read_rows(step: Step) -> Rows:
     """Views of a step's packed members. Raises Refusal MALFORMED if lengths do not fit each other."""
-    members = {
-        "ids": step.ids,
-        "positions": step.positions,
-        "counts": step.counts,
-        "row_flags": step.row_flags,
-        "grant_counts": step.grant_counts,
-        "grants": step.grants,
-        "forced": step.forced,
-    }
+    members = row_members(step)
     num_bytes = len(step.ids)
-    for place, (field, packed) in enumerate(members.items()):
+    for place, (field, packed) in enumerate(zip(Rows._fields, members, strict=True)):
         if len(packed) % 4:
             raise Refusal(
                 RefusalCode.MALFORMED, f"{field} has {len(packed)} bytes, not a multiple of 4", field, len(packed), 4
@@ -48,7 +53,7 @@ def read_rows(step: Step) -> Rows:
         if place < 5 and len(packed) != num_bytes:
             values, rows = len(packed) // 4, num_bytes // 4
             raise Refusal(RefusalCode.MALFORMED, f"{field} has {values} values for {rows} rows", field, values, rows)
-    return Rows(*(unpack(packed) for packed in members.values()))
+    return Rows(*map(unpack, members))
 
 
 def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits: StepLimits) -> Int32Array:
@@ -80,9 +85,9 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
             tokens,
             limits.tokens,
         )
-    odd = (rows.flags & ~_ALL_FLAGS) != 0
+    odd = (rows.row_flags & ~_ALL_FLAGS) != 0
     _refuse_first(
-        odd, RefusalCode.BAD_ROW_FLAGS, rows, "row_flags", rows.flags, _ALL_FLAGS, "has a flag that is not in use"
+        odd, RefusalCode.BAD_ROW_FLAGS, rows, "row_flags", rows.row_flags, _ALL_FLAGS, "has a flag that is not in use"
     )
     computed = table.computed[slots]
     _refuse_first(
@@ -96,8 +101,8 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
     )
     # From here on sums stay in int32: a position is below max_model_len, a count at most the token budget.
     ends = rows.positions + rows.counts
-    forced = (rows.flags & _FORCED) != 0
-    sampled = rows.flags & _SAMPLE
+    forced = (rows.row_flags & _FORCED) != 0
+    sampled = rows.row_flags & _SAMPLE
     known = table.known_end[slots]
     _judge_forced(rows, forced, limits)
     beyond = (ends > known) & ~forced
