@@ -95,7 +95,14 @@ class RunningGang:
         return self
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        return "worker.coordinator" in (process.info["cmdline"] or []) and self.name in process.info["cmdline"]
+        """The coordinator that torchrun's first rank has started; another suite may have one of the same name."""
+        command = process.info["cmdline"] or []
+        if "worker.coordinator" not in command or self.name not in command:
+            return False
+        try:
+            return process.environ().get("RANKD_RUN_DIR") == str(self.run_dir)
+        except psutil.Error:
+            return False
 
     def status(self) -> dict[str, Any]:
         asked = workerctl(self.run_dir, "status", "--json", "--name", self.name)
