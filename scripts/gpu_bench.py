@@ -1,18 +1,22 @@
 """Time one rank in process on one GPU: decode milliseconds per step and prefill tokens per second, random weights.
 
-usage: gpu_bench.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048] [--json FILE]
+usage: gpu_bench.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
 Step k + 1 is launched while step k runs, as a scheduler with credit for two does. Correctness is tests/gpu's.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
+import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +35,13 @@ BLOCK = 16
 LONGEST = 4096
 AHEAD = 2
 NONE = np.empty(0, np.int32)
-MIXED = [Sampling(temperature=0.8, top_k=50, seed=1), Sampling(temperature=1.0, top_p=0.9, seed=2), Sampling(),
-         Sampling(temperature=1.0, min_p=0.05, seed=3), Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=4)]  # fmt: skip
+MIXED = [
+    Sampling(),
+    Sampling(temperature=0.8, top_k=50, seed=1),
+    Sampling(temperature=1.0, top_p=0.9, seed=2),
+    Sampling(temperature=1.0, min_p=0.05, seed=3),
+    Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=4),
+]
 
 
 def qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> ModelConfig:
@@ -80,13 +89,15 @@ class Bench:
         self.table = Table(np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width))
         self.sequence = 0
 
-    def _timed(self, what: str, do: object) -> None:
+    def _timed(self, what: str, do: Callable[[], object]) -> None:
         began = time.perf_counter()
-        do()  # type: ignore[operator]
+        do()
         torch.cuda.synchronize()
         self.seconds[what] = round(time.perf_counter() - began, 2)
 
-    def step(self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, started: list[StartedRequest]) -> AcceptedStep:
+    def step(
+        self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, started: list[StartedRequest]
+    ) -> AcceptedStep:
         self.sequence += 1
         flags = np.full(len(slots), RowFlag.SAMPLE, np.int32)
         none = np.zeros(len(slots), np.int32)
@@ -150,6 +161,39 @@ class Bench:
         return tokens() == tokens()
 
 
+def device_profile(work: Callable[[], object], title: str, rows: int = 16) -> None:
+    """Where the device's time goes, by kernel and grid. A kernel is charged from the end of the one before it to its
+    own end, since kernels overlap; what lies between two graphs is charged to the first kernel of the second."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    ran = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")), key=lambda e: e["ts"] + e["dur"])
+    charged: dict[tuple[str, str], list[float]] = {}
+    gaps: list[float] = []
+    end = ran[0]["ts"]
+    for event in ran:
+        ended = event["ts"] + event["dur"]
+        if event["cat"] == "kernel":
+            gaps.append(event["ts"] - end)
+        charged.setdefault((event["name"][:60], str(event["args"].get("grid", ""))), []).append(ended - end)
+        end = ended
+    longest = [round(gap, 1) for gap in sorted(gaps)[-6:]]
+    print(f"{title}: {end - ran[0]['ts']:.0f} us; longest gaps before a kernel {longest} us")
+    for (name, grid), times in sorted(charged.items(), key=lambda item: -sum(item[1]))[:rows]:
+        print(f"  {sum(times):9.0f} us {len(times):5} x {sum(times) / len(times):7.2f}  {name} {grid}")
+
+
+def profile(work: Callable[[], object], title: str) -> None:
+    profiler = cProfile.Profile()
+    profiler.runcall(work)
+    print(title)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="0.6b,8b")
@@ -158,6 +202,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--prefill", default="16x2048")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--host-profile", action="store_true", help="where launching spends the host's time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
@@ -177,6 +222,25 @@ def main() -> None:
         print(f"{name} mixed sampling {max(batches)}", found["mixed_sampling"], flush=True)
         found["prefill"] = bench.prefill(*shape)
         print(f"{name} prefill {args.prefill}", found["prefill"], flush=True)
+        if args.host_profile:
+            for batch in batches:
+                steps = bench.decodes(batch, args.prompt, 4)
+                bench.run(bench.prompts(batch, args.prompt))
+                device_profile(partial(bench.run, steps), f"{name} decode {batch}, 4 steps")
+            device_profile(partial(bench.run, bench.prompts(4, 2048)), f"{name} prefill 4x2048")
+            graph = bench.runner.graphs[1][0]
+            for waited in (True, False):
+                torch.cuda.synchronize()
+                times = []
+                for _ in range(20):
+                    if waited:
+                        torch.cuda.synchronize()
+                    at = time.perf_counter()
+                    graph.replay()
+                    times.append(round((time.perf_counter() - at) * 1e6))
+                print("graph launch, us", "idle" if waited else "busy", times)
+            profile(partial(bench.decode, batches[0], args.prompt, 100), "decode steps, 100")
+            profile(partial(bench.prefill, *shape), "prefill")
         found["steps"] = {"graph": bench.runner.graph_steps, "eager": bench.runner.eager_steps}
         print(found["repeatable"], found["steps"])
         result[name] = found

@@ -12,6 +12,7 @@ import torch
 
 from tests.gang.stage_runs import LargerWeights, Record, model_config, note
 from tests.gang.workload import LIMITS, accepted_steps
+from worker.execution.make_runner import make_runner
 from worker.execution.model_runner import ModelRunner
 from worker.execution.runner import PendingOutput, RunnerConfig
 from worker.layers.attention import AttentionBatch, Rows
@@ -37,15 +38,10 @@ def make(device: torch.device, dtype: torch.dtype, *, head_norm: bool = True, gr
     )  # fmt: skip
     architecture = "Qwen3ForCausalLM" if head_norm else "LlamaForCausalLM"
     model = replace(
-        model_config(2), architecture=architecture, hidden=256, intermediate=512, heads=4, head_dim=64, layers=7
+        model_config(2), architecture=architecture, hidden=256, intermediate=512, heads=4, head_dim=128, layers=7
     )
     groups = make_groups(topology, None, device, timedelta(seconds=1))
-    if device.type == "cuda":
-        from worker.execution.cuda_runner import CudaRunner
-
-        runner: ModelRunner = CudaRunner(model, topology, config, groups)
-    else:
-        runner = ModelRunner(model, topology, config, groups)
+    runner = make_runner(model, topology, config, groups)
     runner.load(lambda decoder: load_weights(decoder, LargerWeights(1)))
     runner.profile()
     runner.allocate(LIMITS.num_blocks)

@@ -1,9 +1,9 @@
 """A rank's share of every step on CUDA, launched and not waited for.
 
-The host is ahead: while step k runs, k + 1 is built with numpy into pinned memory of its own, copied to the device in one
-piece and launched. Tokens that k samples stay on the device, by slot, where k + 1 reads them. Steps of rows of one token,
-the usual ones, are one captured graph of the next larger size, whose padding rows write to the padding block; what a graph
-leaves to do, drawing at random and logprobs, follows it in the stream.
+The host is ahead: while step k runs, k + 1 is built with numpy into pinned memory of its own, copied to the device in
+one piece and launched. Tokens that k samples stay on the device, by slot, where k + 1 reads them. Steps of rows of one
+token, the usual ones, are one captured graph of the next larger size, whose padding rows write to the padding block;
+what a graph leaves to do, drawing at random and logprobs, follows it in the stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from worker.execution.batch import Samples, inputs_of, rows_of, samples_of
@@ -35,10 +34,10 @@ from worker.execution.slots import Int32Array, Int64Array
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
 from worker.layers.cuda_attention import CudaPlan, DecodePlan, PrefillPlan
-from worker.layers.triton_ops import overlaps
+from worker.layers.launch import Launcher, blocks
 from worker.model_config import ModelConfig
 from worker.parallel.groups import Groups
-from worker.topology import Topology
+from worker.topology import Topology, padded_vocab
 from workerproto.messages import RowFlag
 from workerproto.steps import AcceptedStep
 
@@ -83,8 +82,9 @@ class CudaRunner(ModelRunner):
         size = packet_capacity(config.max_batched_tokens, config.max_rows, width)
         # One more: a step is built while the oldest of those in flight may not have been taken yet.
         self.packets = Packets(config.max_steps_in_flight + 1, size, config.max_rows, config.device)
-        self.greedy = Greedy(config.max_rows, model_config.vocab, config.device)
-        self.overlap = overlaps(config.device)
+        vocab = model_config.vocab
+        self.greedy = Greedy(config.max_rows, vocab, padded_vocab(vocab, topology.tp), config.device)
+        self.choose_inputs = Launcher(kernels.choose_inputs, config.device, _CHOSEN)
         self.to_host = torch.cuda.Stream(config.device)
         self.hidden = torch.zeros(
             0 if topology.is_first_stage else config.max_graph_rows, model_config.hidden,
@@ -164,7 +164,7 @@ class CudaRunner(ModelRunner):
         if self.feed and inputs is not None:
             self.feed.settle(inputs.needed)
         received = self.hidden_in.wait() if self.hidden_in else None
-        self.packets.began[turn].record()
+        self.packets.began[turn].record(self.packets.stream)
         launched = self._replay(size, received) if size else self._forward(sent, single, prefill, received)
         if self.hidden_out:
             self.hidden_out.send(step.sequence, launched.hidden[: step.num_tokens])
@@ -189,7 +189,9 @@ class CudaRunner(ModelRunner):
         graph.replay()
         return launched
 
-    def _forward(self, step: StepTensors, single: int, prefill: PrefillPlan | None, received: Tensor | None) -> Launched:
+    def _forward(
+        self, step: StepTensors, single: int, prefill: PrefillPlan | None, received: Tensor | None
+    ) -> Launched:
         """Launch this stage's part. All that varies from step to step is in tensors, so that it can be captured.
 
         single: rows of one token, which come first. received: hidden states on stages after the first.
@@ -208,9 +210,7 @@ class CudaRunner(ModelRunner):
 
     def _embed(self, step: StepTensors) -> Tensor:
         tokens, count = torch.empty_like(step.known), len(step.known)
-        kernels.choose_inputs[(triton.cdiv(count, _CHOSEN),)](
-            step.known, step.slots, self.last_tokens, tokens, count, _CHOSEN, self.overlap, launch_pdl=self.overlap
-        )
+        self.choose_inputs((blocks(count, _CHOSEN), 1, 1), step.known, step.slots, self.last_tokens, tokens, count)
         return self.model.embed(tokens)
 
     def _deliver(self, step: StepTensors) -> None:
@@ -257,10 +257,10 @@ class CudaRunner(ModelRunner):
         if not self.topology.is_output:
             self.packets.release(turn)
             return StepOutput(step.sequence)
-        self.packets.fetch(turn, self.to_host)
+        self.packets.end(turn, self.to_host)
         with torch.cuda.stream(self.to_host):
             fetched = None if logprobs is None else logprobs.fetch()
-            self.packets.ready[turn].record()
+            self.packets.fetch(turn, self.to_host)
         return _Pending(self.packets, turn, step.sequence, places, fetched)
 
     def close(self) -> None:
@@ -270,6 +270,8 @@ class CudaRunner(ModelRunner):
 
 def graph_sizes(most: int) -> list[int]:
     """1, 2, 4, then in steps of an eighth of the size or of 8, so that little of a step is padding; `most` is one."""
+    if most < 1:
+        return []
     sizes, size = [1, 2, 4], 8
     while size < most:
         sizes.append(size)

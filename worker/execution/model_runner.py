@@ -1,5 +1,5 @@
-"""A rank's share of every step, on a torch device whose results are ready when the call returns; `cuda_runner` builds on
-it for the other kind."""
+"""A rank's share of every step, on a torch device whose results are ready when the call returns; `cuda_runner` builds
+on it for the other kind."""
 
 from __future__ import annotations
 
@@ -62,6 +62,11 @@ class ModelRunner:
         config = self.config
         self.model = build_model(self.model_config, self.topology, config.dtype, config.device, self.group)
         fill(self.model)
+
+    @property
+    def kernels(self) -> str:
+        """Which attention is used, for people. After load."""
+        return self.model.backend.name
 
     @property
     def kv_shape(self) -> KVCacheShape:

@@ -1,4 +1,4 @@
-"""What a step sends to the device and what comes back, through pinned memory that is the step's own while it is in flight."""
+"""What a step sends to the device and what comes back, through pinned memory that is its own while it is in flight."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ _ALIGNED = 4  # int32 elements: 16 bytes, so that kernels see the same alignment
 
 class Packets:
     """A ring of `in_flight` pinned packets, and of as many outboxes. On the device the packet is one, rewritten in the
-    order of the stream, so that captured graphs find it.
+    order of the stream that is current now, so that captured graphs find it.
 
     outboxes: int32 [in_flight, 2, rows], written by the device: tokens, and 1 where the row's logits were not finite.
     """
 
     def __init__(self, in_flight: int, capacity: int, rows: int, device: torch.device) -> None:
+        self.stream = torch.cuda.current_stream(device)
         self.pinned = torch.empty((in_flight, capacity), dtype=torch.int32, pin_memory=True)
+        self.hosts = list(self.pinned.numpy())
         self.on_device = torch.zeros(capacity, dtype=torch.int32, device=device)
         self.outboxes = torch.zeros((in_flight, 2, rows), dtype=torch.int32, device=device)
         self.received = torch.zeros((in_flight, 2, rows), dtype=torch.int32, pin_memory=True)
@@ -47,22 +49,25 @@ class Packets:
         self.free[turn] = True
 
     def send(self, turn: int, arrays: Sequence[Int32Array]) -> list[Tensor]:
-        """Copy to the device, in one piece and in the order of the current stream; the arrays there, flat."""
-        host, places, used = self.pinned[turn].numpy(), [], 0
+        """Copy to the device, in one piece and in the order of the stream; the arrays there, flat."""
+        host, places, used = self.hosts[turn], [], 0
         for array in arrays:
             host[used : used + array.size] = array.ravel()
             places.append((used, array.size))
             used += -(-array.size // _ALIGNED) * _ALIGNED
         self.on_device[:used].copy_(self.pinned[turn, :used], non_blocking=True)
-        self.copied[turn].record()
+        self.copied[turn].record(self.stream)
         return [self.on_device[start : start + size] for start, size in places]
 
-    def fetch(self, turn: int, stream: torch.cuda.Stream) -> None:
-        """Start the outbox's way to the host, after what the current stream has been given so far."""
-        self.ended[turn].record()
-        stream.wait_event(self.ended[turn])
-        with torch.cuda.stream(stream):
-            self.received[turn].copy_(self.outboxes[turn], non_blocking=True)
+    def end(self, turn: int, side: torch.cuda.Stream) -> None:
+        """The step is launched; what `side` is given next comes after it."""
+        self.ended[turn].record(self.stream)
+        side.wait_event(self.ended[turn])
+
+    def fetch(self, turn: int, side: torch.cuda.Stream) -> None:
+        """Start the outbox's way to the host on `side`, the current stream."""
+        self.received[turn].copy_(self.outboxes[turn], non_blocking=True)
+        self.ready[turn].record(side)
 
     def outbox(self, turn: int) -> NDArray[np.int32]:
         """[2, rows] on the host, after `ready`."""

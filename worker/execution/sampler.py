@@ -85,7 +85,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
 
 
 def draw_(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
-    """Replace, in tokens int32 [n], those of the rows that are not greedy. logits [n, vocabulary], finite, any float."""
+    """Replace, in tokens int32 [n], those of the rows that are not greedy. logits [n, vocabulary], finite."""
     random = np.flatnonzero(rows.temperature > 0)
     if not len(random):
         return

@@ -34,8 +34,9 @@ class Rows:
     def after(self, rows: int) -> Rows:
         """All but the first so many rows."""
         return Rows(
-            self.query_start[rows:], self.positions[rows:], self.counts[rows:], self.block_tables[rows:], self.block_size
-        )
+            self.query_start[rows:], self.positions[rows:], self.counts[rows:], self.block_tables[rows:],
+            self.block_size,
+        )  # fmt: skip
 
     def slots(self, rows: NDArray[np.intp], length: int) -> NDArray[np.int64]:
         """[len(rows), length] cache slot of every position; what lies past a row's own context repeats its position 0.

@@ -1,9 +1,8 @@
 """Attention on CUDA: rows of one query by a kernel that reads block tables on the device, longer rows by a library.
 
 One query a row is what captured graphs hold, so that part plans nothing on the host: grid and addresses depend on the
-number of rows alone. In a step the rows of one query come first, so that either part is a slice.
-(H200, 256 rows of 576 tokens, 8 KV heads: 148 us, FlashInfer 0.6.12 154 with 16 query heads and 172 with 32, its plan 0.2
-to 1.5 ms on the host.)
+number of rows alone. In a step the rows of one query come first, so that either part is a slice. (H200, 256 rows of 576
+tokens, 8 KV heads: 148 us; FlashInfer 0.6.12 154 with 16 query heads, 172 with 32, and 0.2 to 1.5 ms of plan.)
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
-from worker.layers.triton_ops import overlaps
+from worker.layers.launch import Launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,12 @@ class _Tuning(NamedTuple):
 
 
 # By programs without splits (rows * KV heads), at most; measured on one H200.
-_TUNINGS = ((16, _Tuning(16, 64, 8, 3)), (32, _Tuning(8, 64, 4, 3)), (128, _Tuning(4, 128, 4, 2)), (512, _Tuning(1, 128, 4, 2)))
+_TUNINGS = (
+    (16, _Tuning(16, 64, 8, 3)),
+    (32, _Tuning(8, 64, 4, 3)),
+    (128, _Tuning(4, 128, 4, 2)),
+    (512, _Tuning(1, 128, 4, 2)),
+)
 _FULL = _Tuning(1, 32, 2, 4)
 _MOST_SPLIT = max(programs * tuning.splits for programs, tuning in _TUNINGS if tuning.splits > 1)
 
@@ -74,7 +78,7 @@ class CudaAttention:
         if head_dim & (head_dim - 1) or head_dim < 16:
             raise ValueError(f"head_dim is {head_dim}; the CUDA kernel takes powers of two from 16")
         self.device, self.heads, self.kv_heads, self.head_dim = device, heads, kv_heads, head_dim
-        self.overlap = overlaps(device)
+        self.launchers: dict[tuple[_Tuning, int], Launcher] = {}
         self.scale = math.log2(math.e) / math.sqrt(head_dim)  # of the kernel's powers of two
         self.partial = torch.empty(_MOST_SPLIT * 16 * head_dim, device=device)
         self.sums = torch.empty(_MOST_SPLIT * 32, device=device)
@@ -102,11 +106,18 @@ class CudaAttention:
     def _decode(self, qkv: Tensor, cache: Tensor, out: Tensor, positions: Tensor, plan: DecodePlan) -> None:
         programs = plan.rows * self.kv_heads
         tuning = next((tuning for most, tuning in _TUNINGS if programs <= most), _FULL)
-        kernels.decode_attention[(plan.rows, self.kv_heads, tuning.splits)](
-            qkv, cache, out, self.partial, self.sums, self.arrived, positions, plan.tables, plan.header, self.scale,
-            self.heads, self.kv_heads, self.heads // self.kv_heads, self.head_dim, cache.shape[1], tuning.splits,
-            tuning.block, self.overlap, num_warps=tuning.warps, num_stages=tuning.stages, launch_pdl=self.overlap,
+        launch = self.launchers.get((tuning, cache.shape[1])) or self._launcher(tuning, cache.shape[1])
+        launch(
+            (plan.rows, self.kv_heads, tuning.splits), qkv, cache, out, self.partial, self.sums, self.arrived,
+            positions, plan.tables, plan.header, self.scale,
         )  # fmt: skip
+
+    def _launcher(self, tuning: _Tuning, block_size: int) -> Launcher:
+        launcher = self.launchers[tuning, block_size] = Launcher(
+            kernels.decode_attention, self.device, self.heads, self.kv_heads, self.heads // self.kv_heads,
+            self.head_dim, block_size, tuning.splits, tuning.block, num_warps=tuning.warps, num_stages=tuning.stages,
+        )  # fmt: skip
+        return launcher
 
 
 def _make_prefill(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Prefill:
@@ -119,7 +130,7 @@ def _make_prefill(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
 
 class _SdpaRow(NamedTuple):
     start: int
-    count: int
+    tokens: int
     length: int
     slots: Tensor  # int64 [length]
 

@@ -1,7 +1,7 @@
 """Attention of rows of several queries by FlashInfer's paged prefill (github.com/flashinfer-ai/flashinfer).
 
-Planned on host arrays, once a step. A plan's pinned and device workspaces are written by the host while earlier steps are
-still under way, so each of the steps in flight has a wrapper of its own.
+Planned on host arrays, once a step. A plan's pinned and device workspaces are written by the host while earlier steps
+are still under way, so each of the steps in flight has a wrapper of its own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a layer does between its matrix products: a seam, so that a device can fuse it. Chosen once, when a model is built.
-"""
+"""What a layer does between its matrix products: a seam, so that a device can fuse it. Chosen once, as a model is
+built."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from triton.language.extra import cuda
 
 
 @triton.jit
-def _follow(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _follow(OVERLAP: tl.constexpr):
     """Wait for what the kernel before wrote, and let the next one get ready."""
     if OVERLAP:
         cuda.gdc_wait()
@@ -25,7 +25,7 @@ def _follow(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = x / rms(x) * weight; one program a row of [T, SIZE]."""
     _follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +38,7 @@ def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERL
 
 
 @triton.jit
-def add_rms_norm(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_rms_norm(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """x += residual, in place; out = x / rms(x) * weight."""
     _follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -55,7 +55,7 @@ def add_rms_norm(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """[T, 2 * WIDTH] -> [T, WIDTH]: silu of the first half times the second; a program a row and block of columns."""
     _follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -67,14 +67,14 @@ def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl
 
 
 @triton.jit
-def place_heads(  # type: ignore[no-untyped-def]
-    qkv, norm_weight, frequencies, positions, slot_mapping, cache, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+def place_heads(
+    qkv, norm_weight, frequencies, positions, slot_mapping, cache, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Normalize (NORM) and rotate queries and keys; queries stay in qkv, keys and values go to the cache.
 
-    A program takes BLOCK heads of one token of qkv [T, (HEADS + 2 KV_HEADS) * 2 HALF]. cache [slots, 2, KV_HEADS, 2 HALF].
-    norm_weight [HEADS + KV_HEADS, 2 HALF]. The second half of a head is the imaginary part of the first.
+    A program takes BLOCK heads of one token of qkv [T, (HEADS + 2 KV_HEADS) * 2 HALF]. cache [slots, 2, KV_HEADS,
+    2 HALF]. norm_weight [HEADS + KV_HEADS, 2 HALF]. A head's second half is the imaginary part of its first.
     """
     DIM: tl.constexpr = 2 * HALF
     _follow(OVERLAP)
@@ -106,7 +106,7 @@ def place_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])
-def choose_inputs(known, slots, last_tokens, out, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def choose_inputs(known, slots, last_tokens, out, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = known where it is not negative, else the slot's last sampled token. All int32 [count]."""
     _follow(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -118,7 +118,10 @@ def choose_inputs(known, slots, last_tokens, out, count, BLOCK: tl.constexpr, OV
 
 
 @triton.jit
-def argmax_parts(logits, values, ids, bad, VOCAB: tl.constexpr, STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def argmax_parts(
+    logits, values, ids, bad, VOCAB: tl.constexpr, STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
     """The largest logit of each CHUNK of a row [VOCAB], its lowest index, and whether any was not finite."""
     _follow(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -141,7 +144,7 @@ def argmax_parts(logits, values, ids, bad, VOCAB: tl.constexpr, STRIDE: tl.const
 
 
 @triton.jit
-def argmax_whole(values, ids, bad, tokens, nonfinite, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def argmax_whole(values, ids, bad, tokens, nonfinite, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """A row's parts made one: the token, and 1 if the row held a NaN or an infinity."""
     _follow(OVERLAP)
     row = tl.program_id(0)
@@ -154,7 +157,10 @@ def argmax_whole(values, ids, bad, tokens, nonfinite, PARTS: tl.constexpr, BLOCK
 
 
 @triton.jit(do_not_specialize=["count"])
-def deliver(tokens, nonfinite, slots, header, last_tokens, outbox, count, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def deliver(
+    tokens, nonfinite, slots, header, last_tokens, outbox, count, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Sampled tokens int32 [count] to where the next step reads them, by slot, and to the outbox of this step.
 
     header[1] names the outbox among those of the steps in flight, int32 [·, 2, ROWS]: tokens, then rows not finite.
@@ -170,13 +176,13 @@ def deliver(tokens, nonfinite, slots, header, last_tokens, outbox, count, ROWS: 
 
 
 @triton.jit
-def few_rows_product(  # type: ignore[no-untyped-def]
+def few_rows_product(
     x, weight, out, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, OUTPUTS] = x [ROWS, INPUTS] times weight [OUTPUTS, INPUTS] transposed, on the plain float units.
 
-    Bound by reading the weight, of which the first piece is fetched while the kernel before still runs. Blocks divide sizes.
+    Bound by reading the weight, whose first piece is fetched while the kernel before still runs. Blocks divide sizes.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     i, r = tl.arange(0, BLOCK_IN), tl.arange(0, ROWS)
@@ -191,8 +197,28 @@ def few_rows_product(  # type: ignore[no-untyped-def]
     tl.store(out + r[:, None] * OUTPUTS + o[None, :], tl.sum(total, 2))
 
 
+@triton.jit(do_not_specialize=["rows"])
+def some_rows_product(
+    x, weight, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """As `few_rows_product` on the matrix units, which take the weight's rows where they expect the larger side.
+
+    rows: at most 16.
+    """
+    o = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i, r = tl.arange(0, BLOCK_IN), tl.arange(0, 16)
+    inside = (r < rows)[None, :]
+    _follow(OVERLAP)
+    total = tl.zeros((BLOCK_OUT, 16), tl.float32)
+    for start in range(0, INPUTS, BLOCK_IN):
+        part = tl.load(weight + o[:, None] * INPUTS + start + i[None, :])
+        total = tl.dot(part, tl.load(x + r[None, :] * INPUTS + start + i[:, None], mask=inside, other=0.0), total)
+    tl.store(out + r[None, :] * OUTPUTS + o[:, None], total, mask=inside)
+
+
 @triton.jit
-def decode_attention(  # type: ignore[no-untyped-def]
+def decode_attention(
     qkv, cache, out, partial, sums, arrived, positions, tables, width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -200,10 +226,10 @@ def decode_attention(  # type: ignore[no-untyped-def]
     """One query a row over its paged context, cut into SPLITS; the split that arrives last merges them.
 
     A program takes the GROUP (padded to 16, what the matrix units want) query heads of one KV head. qkv as in
-    `place_heads`, out [rows, HEADS * DIM], cache [blocks, PAGE, 2, KV_HEADS, DIM], positions int32 [rows] of the query,
-    tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16, DIM], sums float32 [rows, KV_HEADS, SPLITS, 2, 16],
-    arrived int32 [rows, KV_HEADS], zero before and after. What is read depends on positions alone, so padding rows cost one
-    block. The bits of a row do not depend on other rows, only on SPLITS.
+    `place_heads`, out [rows, HEADS * DIM], cache [blocks, PAGE, 2, KV_HEADS, DIM], positions int32 [rows] of the
+    query, tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16, DIM], sums float32 [rows,
+    KV_HEADS, SPLITS, 2, 16], arrived int32 [rows, KV_HEADS], zero before and after. What is read depends on positions
+    alone, so padding rows cost one block. The bits of a row do not depend on other rows, only on SPLITS.
     """
     _follow(OVERLAP)
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -224,7 +250,8 @@ def decode_attention(  # type: ignore[no-untyped-def]
         block = tl.load(table + at // PAGE, mask=inside, other=0).to(tl.int64)
         base = (block * PAGE + at % PAGE) * (2 * KV_HEADS * DIM) + kv * DIM
         k = tl.load(cache + base[None, :] + d[:, None], mask=inside[None, :], other=0.0)
-        score = tl.where(inside[None, :], tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))  # scale includes log2(e)
+        score = tl.dot(q, k, input_precision="ieee") * scale  # which includes log2(e)
+        score = tl.where(inside[None, :], score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
         weight = tl.exp2(score - new_largest[:, None])
         fade = tl.exp2(largest - new_largest)
