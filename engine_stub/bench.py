@@ -21,12 +21,12 @@ REPEATS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens a prompt when decoding (default: 64)")
+    parser.add_argument("--prompt", type=int, default=64, metavar="N", help="of a prompt when decoding (default: 64)")
     parser.add_argument("--short", type=int, default=4, metavar="N", help="tokens of the shorter run (default: 4)")
     parser.add_argument("--steps", type=int, default=32, metavar="N", help="tokens more in the longer (default: 32)")
     parser.add_argument("--batches", default="1,4,16", help="prompts at once in decode runs (default: 1,4,16)")
     parser.add_argument("--prefill", default="4x512", help="prompts x tokens, comma-separated (default: 4x512)")
-    parser.add_argument("--decode-batches", type=int, metavar="N", help="that take turns (default: one a stage)")
+    parser.add_argument("--decode-batches", type=int, metavar="N", help="default: one a stage")
     parser.add_argument("--prefill-tokens", type=int, metavar="N", help="most prompt tokens a step")
 
 

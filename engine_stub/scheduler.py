@@ -4,7 +4,7 @@ Steps are made ahead of results, since the worker keeps the token it sampled: th
 position. What cannot be known ahead is that a token ends its request; the rows computed past it are dropped here.
 
 Running requests that decode are dealt out to `batches` batches, which take turns. With as many as there are pipeline
-stages, each stage works on another batch at the same time. Small ones are not split: a step of one row reads as many
+stages, each stage works on another batch at the same time. Small ones are not split: a step of two rows reads as many
 weights as a step of four, so that two halves cost what the whole did.
 """
 
@@ -20,8 +20,11 @@ from engine_stub.request import Params, Request, State
 from workerproto.messages import Result, Step
 from workerproto.steps import StepLimits
 
-SMALLEST_BATCH = 2
-"""Rows that each batch has before decoding requests are dealt out to one more."""
+SMALLEST_BATCH = 4
+"""Rows that each batch has before decoding requests are dealt out to one more. Processor time of a stage and step
+(SmolLM2, two stages of one core each): two batches of two rows cost each stage what one of four costs both together,
+two of eight a quarter less than one of sixteen.
+"""
 _ID_END = 2**31
 
 

@@ -53,7 +53,7 @@ def main() -> None:
 def measure_gang(model: Path, pp: int, dtype: str, workload: list[str]) -> dict[str, Any]:
     """Return the figures of one gang; `startup_s` is from the start of the launcher to READY, in seconds."""
     name = f"bench-{os.getpid()}-{pp}"
-    command = launch_command("coordinator", name, model, 1, pp, ["--device", "cpu", "--dtype", dtype])
+    command = launch_command("coordinator", name, model, 1, pp, "--device", "cpu", "--dtype", dtype)
     with running_gang(command, name) as startup_s:
         bench = [sys.executable, "-m", "engine_stub", "bench", "--name", name, *workload]
         return last_json(bench) | {"startup_s": round(startup_s, 1)}

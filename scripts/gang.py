@@ -17,6 +17,8 @@ BIN = Path(sys.executable).parent
 START_LIMIT_S = 180.0
 POLL_S = 0.25
 PR_SET_PDEATHSIG = 1
+LAUNCHERS = ("coordinator", "torchrun")
+ERROR = "rankd: error: "
 
 
 class GangError(RuntimeError):
@@ -27,8 +29,8 @@ class GangError(RuntimeError):
         self.exit_code = exit_code
 
 
-def launch_command(launcher: str, name: str, model: Path, tp: int, pp: int, options: list[str]) -> list[str]:
-    """Return the command of section 'start' in the README for `launcher`: "coordinator" or "torchrun"."""
+def launch_command(launcher: str, name: str, model: Path, tp: int, pp: int, *options: str) -> list[str]:
+    """Return the command that starts a gang by `launcher`, one of `LAUNCHERS`."""
     same = ["--model", str(model), "-tp", str(tp), "-pp", str(pp), "--name", name, *options]
     if launcher == "torchrun":
         return [str(BIN / "torchrun"), "--nproc-per-node", str(tp * pp), "-m", "worker", *same]
@@ -40,7 +42,7 @@ def status(name: str) -> dict[str, Any] | None:
     asked = subprocess.run(
         [BIN / "workerctl", "status", "--json", "--name", name], capture_output=True, text=True, timeout=10, check=False
     )
-    if asked.returncode:
+    if not asked.stdout:
         return None
     answer: dict[str, Any] = json.loads(asked.stdout)
     return answer
@@ -102,9 +104,10 @@ def _describe(answer: dict[str, Any] | None) -> str:
 def _first_cause(log: Any, code: int) -> str:
     """Return what the launcher said last about why, since it puts the first cause in one line."""
     log.seek(0)
-    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return f"the gang did not start (exit {code}): {(errors or lines or ['it said nothing'])[0]}"
+    said = log.read()
+    errors = [line.removeprefix(ERROR) for line in said.splitlines() if line.startswith(ERROR)]
+    cause = errors[0] if errors else said.strip()[-500:] or "it said nothing"
+    return f"the gang did not start (exit code {code}): {cause}"
 
 
 def _end(process: subprocess.Popen[bytes], name: str) -> None:
@@ -113,9 +116,9 @@ def _end(process: subprocess.Popen[bytes], name: str) -> None:
     try:
         if process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                down = [BIN / "workerctl", "down", "--name", name]
-                subprocess.run(down, capture_output=True, timeout=15, check=False)
-                process.wait(5)
+                down = [str(BIN / "workerctl"), "down", "--name", name]
+                if subprocess.run(down, capture_output=True, timeout=15, check=False).returncode == 0:
+                    process.wait(5)
         for stop in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is None:
                 os.killpg(process.pid, stop)

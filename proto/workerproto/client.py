@@ -19,10 +19,11 @@ from typing import Self
 
 import zmq
 
-from workerproto.messages import Error, ErrorCode, Event, Facts, Step, Welcome
+from workerproto.messages import Error, ErrorCode, Event, Facts, Kind, Step, Welcome
 from workerproto.session import Frames, Received, Session
 from workerproto.states import Gang, RemoteStateError
 
+_PARTING_S = 0.2
 MAX_FRAME_BYTES = 64 * 2**20
 """Hard limit of one frame; a peer that sends more is disconnected."""
 
@@ -166,10 +167,23 @@ class Client:
         """Say Bye if there is someone to say it to, and close the socket. Closing twice is harmless."""
         if self._socket.closed:
             return
-        if self._session.held:
-            self._send(self._session.bye())
-            self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.close()
+        try:
+            if self._session.held:
+                self._part()
+        finally:
+            self._socket.close()
+
+    def _part(self) -> None:
+        """Say Bye, and wait a moment until it has been taken: whoever attaches next then finds the lease free. A Ping
+        of an ended lease is answered by an Error, which shows it.
+        """
+        self._send(self._session.bye())
+        self._send(self._session.ping())
+        limit = time.monotonic() + _PARTING_S
+        while (left := limit - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
+            header, *_ = self._socket.recv_multipart()
+            if header[5:6] == bytes([Kind.ERROR]):
+                return
 
     def _next(self, timeout: float | None, overdue: str) -> Received:
         limit = None if timeout is None else time.monotonic() + timeout

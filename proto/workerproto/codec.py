@@ -25,7 +25,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 
 _HEADER = struct.Struct("<4sBBHIIQ")
-_ALL_FLAGS = int(HeaderFlag.SAMPLE_FOLLOWS | HeaderFlag.RESYNC)
+_STEP_FLAGS = int(HeaderFlag.SAMPLE_FOLLOWS | HeaderFlag.RESYNC)
 _KINDS = {int(kind): kind for kind in Kind}
 
 _encoder = msgspec.msgpack.Encoder()
@@ -38,10 +38,11 @@ class WireError(ValueError):
     """A frame that does not follow the spec. `code` says in which way; `field` names the part."""
 
     def __init__(self, code: ErrorCode, message: str, field: str = "", value: str = "", bound: str = "") -> None:
-        super().__init__(message)
+        # What a peer sent may stand in these texts, and they go back to it in fields that have bounds.
+        super().__init__(message[:1024])
         self.code = code
-        self.field = field
-        self.value = value
+        self.field = field[:256]
+        self.value = value[:256]
         self.bound = bound
 
 
@@ -86,9 +87,14 @@ def decode_header(frame: bytes | memoryview) -> Header:
         )
     if kind not in _KINDS:
         raise WireError(ErrorCode.BAD_KIND, f"kind {kind} is not known", "kind", str(kind))
-    if flags & ~_ALL_FLAGS:
+    usable = _STEP_FLAGS if kind == Kind.STEP else 0
+    if flags & ~usable:
         raise WireError(
-            ErrorCode.BAD_FLAGS, f"flags {flags:#x} hold a bit that is not in use", "flags", hex(flags), hex(_ALL_FLAGS)
+            ErrorCode.BAD_FLAGS,
+            f"flags {flags:#x} hold a bit that {_KINDS[kind].name} does not use",
+            "flags",
+            hex(flags),
+            hex(usable),
         )
     if seq > INTEGER_MAX:
         raise WireError(ErrorCode.BAD_HEADER, f"sequence {seq} is not below 2^53", "seq", str(seq), str(INTEGER_MAX))
@@ -101,6 +107,11 @@ def read_sequence(frame: bytes | memoryview) -> int:
         return 0
     seq: int = _HEADER.unpack(frame)[6]
     return seq if seq <= INTEGER_MAX else 0
+
+
+def read_lease(frame: bytes | memoryview) -> int:
+    """The lease of a header that may be wrong in every other way; 0 where none can be read."""
+    return int(_HEADER.unpack(frame)[5]) if len(frame) == HEADER_BYTES else 0
 
 
 def encode_body(message: Message) -> bytes:
@@ -126,7 +137,7 @@ def decode_body(kind: Kind, frame: bytes | memoryview) -> Message | None:
 def _path_of(error: Exception) -> str:
     """msgspec names the place as `… - at `$.limits.rows``."""
     text = str(error)
-    return text.rsplit("`$", 1)[1].rstrip("`").lstrip(".") if "`$" in text else "body"
+    return (text.rsplit("`$", 1)[1].rstrip("`").lstrip(".") if "`$" in text else "") or "body"
 
 
 def pack(values: Int32Array | Sequence[int]) -> Packed:

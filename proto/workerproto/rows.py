@@ -8,10 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workerproto.codec import Int32Array, unpack
-from workerproto.messages import RefusalCode, RowFlag, Step
+from workerproto.messages import Packed, RefusalCode, RowFlag, Step
 from workerproto.steps import Refusal, RequestTable, StepLimits
 
-_ALL_FLAGS = int(RowFlag.SAMPLE | RowFlag.FORCED)
+# As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
+_SAMPLE, _FORCED = int(RowFlag.SAMPLE), int(RowFlag.FORCED)
+_ALL_FLAGS = _SAMPLE | _FORCED
 
 
 class Rows(NamedTuple):
@@ -20,25 +22,30 @@ class Rows(NamedTuple):
     ids: Int32Array
     positions: Int32Array
     counts: Int32Array
-    flags: Int32Array
+    row_flags: Int32Array
     grant_counts: Int32Array
     grants: Int32Array
     forced: Int32Array
 
 
+def row_members(step: Step) -> tuple[Packed, ...]:
+    """What a step says of its rows, in the order of `Rows`."""
+    return (
+        step.ids,
+        step.positions,
+        step.counts,
+        step.row_flags,
+        step.grant_counts,
+        step.grants,
+        step.forced,
+    )
+
+
 def read_rows(step: Step) -> Rows:
     """Views of a step's packed members. Raises Refusal MALFORMED if lengths do not fit each other."""
-    members = {
-        "ids": step.ids,
-        "positions": step.positions,
-        "counts": step.counts,
-        "row_flags": step.row_flags,
-        "grant_counts": step.grant_counts,
-        "grants": step.grants,
-        "forced": step.forced,
-    }
+    members = row_members(step)
     num_bytes = len(step.ids)
-    for place, (field, packed) in enumerate(members.items()):
+    for place, (field, packed) in enumerate(zip(Rows._fields, members, strict=True)):
         if len(packed) % 4:
             raise Refusal(
                 RefusalCode.MALFORMED, f"{field} has {len(packed)} bytes, not a multiple of 4", field, len(packed), 4
@@ -46,7 +53,7 @@ def read_rows(step: Step) -> Rows:
         if place < 5 and len(packed) != num_bytes:
             values, rows = len(packed) // 4, num_bytes // 4
             raise Refusal(RefusalCode.MALFORMED, f"{field} has {values} values for {rows} rows", field, values, rows)
-    return Rows(*(unpack(packed) for packed in members.values()))
+    return Rows(*map(unpack, members))
 
 
 def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits: StepLimits) -> Int32Array:
@@ -58,11 +65,15 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
         raise Refusal(
             RefusalCode.TOO_MANY_ROWS, f"{num_rows} rows, at most {limits.rows} a step", "ids", num_rows, limits.rows
         )
-    slots = np.fromiter([slot_of.get(request, -1) for request in rows.ids.tolist()], np.int32, num_rows)
-    _refuse_first(slots < 0, RefusalCode.UNKNOWN_REQUEST, rows, "ids", rows.ids, "", "is not running")
-    if len(set(slots.tolist())) != num_rows:
+    ids = rows.ids.tolist()
+    try:
+        slots = np.fromiter(map(slot_of.__getitem__, ids), np.int32, num_rows)
+    except KeyError:
+        unknown = np.array([request not in slot_of for request in ids])
+        _refuse_first(unknown, RefusalCode.UNKNOWN_REQUEST, rows, "ids", rows.ids, "", "is not running")
+    if len(set(ids)) != num_rows:
         twice = np.ones(num_rows, bool)
-        twice[np.unique(slots, return_index=True)[1]] = False
+        twice[np.unique(rows.ids, return_index=True)[1]] = False
         _refuse_first(twice, RefusalCode.DUPLICATE_REQUEST, rows, "ids", rows.ids, "", "has two rows")
     _refuse_first(rows.counts < 1, RefusalCode.BAD_COUNT, rows, "counts", rows.counts, 1, "computes too few tokens")
     tokens = int(rows.counts.sum(dtype=np.int64))
@@ -74,9 +85,9 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
             tokens,
             limits.tokens,
         )
-    odd = (rows.flags & ~np.int32(_ALL_FLAGS)) != 0
+    odd = (rows.row_flags & ~_ALL_FLAGS) != 0
     _refuse_first(
-        odd, RefusalCode.BAD_ROW_FLAGS, rows, "row_flags", rows.flags, _ALL_FLAGS, "has a flag that is not in use"
+        odd, RefusalCode.BAD_ROW_FLAGS, rows, "row_flags", rows.row_flags, _ALL_FLAGS, "has a flag that is not in use"
     )
     computed = table.computed[slots]
     _refuse_first(
@@ -90,8 +101,8 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
     )
     # From here on sums stay in int32: a position is below max_model_len, a count at most the token budget.
     ends = rows.positions + rows.counts
-    forced = (rows.flags & RowFlag.FORCED) != 0
-    sampled = rows.flags & RowFlag.SAMPLE
+    forced = (rows.row_flags & _FORCED) != 0
+    sampled = rows.row_flags & _SAMPLE
     known = table.known_end[slots]
     _judge_forced(rows, forced, limits)
     beyond = (ends > known) & ~forced
@@ -115,7 +126,7 @@ def written_blocks(
     ends = rows.positions + rows.counts
     first = rows.positions // size
     spans = (ends - 1) // size - first + 1
-    if (spans == 1).all():
+    if np.count_nonzero(spans == 1) == len(spans):
         return table.blocks[slots, first], ends - first * size
     row = np.repeat(np.arange(len(slots)), spans)
     place = (
@@ -125,7 +136,9 @@ def written_blocks(
 
 
 def _judge_forced(rows: Rows, forced: NDArray[np.bool_], limits: StepLimits) -> None:
-    wanted = int(rows.counts[forced].sum()) if len(rows.forced) or forced.any() else 0
+    if not len(rows.forced) and not np.count_nonzero(forced):
+        return
+    wanted = int(rows.counts[forced].sum())
     if wanted != len(rows.forced):
         raise Refusal(
             RefusalCode.MALFORMED,
@@ -187,7 +200,7 @@ def _refuse_first(
     what: str,
 ) -> None:
     """Refuse for the first row at fault, with its value and the bound that it misses."""
-    if not wrong.any():
+    if not np.count_nonzero(wrong):
         return
     row = int(wrong.argmax())
     request, value = int(rows.ids[row]), int(values[row])

@@ -30,7 +30,9 @@ def run_directory(environment: Mapping[str, str]) -> Path:
 def gang_directory(name: str, environment: Mapping[str, str]) -> Path:
     """The folder of the gang `name`. Raises ValueError for a name that is not 1 … 32 letters, digits or `._-`."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"gang name {name!r} must be 1 to 32 letters, digits or any of . _ - and not begin with one of these")
+        raise ValueError(
+            f"gang name {name!r} must be 1 to 32 letters, digits or any of . _ - and not begin with one of these"
+        )
     return run_directory(environment) / name
 
 

@@ -130,6 +130,8 @@ class Session:
             raise RemoteStateError(f"the peer sent what is not on the wire: {error}") from error
         if header.kind not in _EXPECTED:
             raise RemoteStateError(f"{header.kind.name} is not for a scheduler to receive")
+        if header.lease != self.lease and header.kind is not Kind.ERROR:
+            raise RemoteStateError(f"{header.kind.name} of lease {header.lease} came to lease {self.lease}")
         if header.kind is Kind.PING:
             return None, self._frames(Kind.PONG)
         if header.kind is Kind.PONG:
@@ -137,6 +139,8 @@ class Session:
         return self._take(header, cast(Answer, message)), None
 
     def _take(self, header: Header, message: Answer) -> Received | None:
+        if header.lease != self.lease:
+            raise RemoteStateError(f"{header.kind.name} came for lease {header.lease}, this one is {self.lease}")
         match message:
             case Welcome():
                 self._machine.move(LeaseEvent.WELCOME, RemoteStateError)

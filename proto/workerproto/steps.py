@@ -47,7 +47,9 @@ class StepLimits:
 
 
 class Refusal(ValueError):
-    """A step is refused whole. `cause` is the sequence of the primary refusal that it follows from (or is)."""
+    """A step is refused whole. `cause` is the sequence of the primary refusal that it follows from (or is). `request`
+    is None where none is at fault, or what the step names cannot be one (`value` then has the number).
+    """
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Refusal(ValueError):
         self.field = field
         self.value = str(value)
         self.bound = str(bound)
-        self.request = request
+        self.request = request if request is not None and request >= 0 else None
         self.cause = 0
 
 

@@ -20,9 +20,14 @@ import numpy as np
 from workerproto.blocks import BlockOwners
 from workerproto.codec import Int32Array, WireError, decode_body, unpack
 from workerproto.messages import HeaderFlag, Kind, New, Packed, RefusalCode, Resume, RowFlag, Sampling, Step
-from workerproto.rows import judge_rows, read_rows, written_blocks
+from workerproto.rows import judge_rows, read_rows, row_members, written_blocks
 from workerproto.steps import AcceptedStep, Refusal, RequestTable, StartedRequest, StepLimits
 from workerproto.transaction import Transaction
+
+# As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
+_SAMPLE, _SAMPLE_FOLLOWS, _RESYNC = int(RowFlag.SAMPLE), int(HeaderFlag.SAMPLE_FOLLOWS), int(HeaderFlag.RESYNC)
+
+_NONE = np.empty(0, np.int32)
 
 
 class _Preempted(NamedTuple):
@@ -93,16 +98,16 @@ class StepValidator:
         return accepted
 
     def _judge_flags(self, flags: int) -> None:
-        if flags & HeaderFlag.SAMPLE_FOLLOWS:
+        if flags & _SAMPLE_FOLLOWS:
             raise Refusal(RefusalCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "header.flags", flags)
-        if self._refused_by and not flags & HeaderFlag.RESYNC:
+        if self._refused_by and not flags & _RESYNC:
             raise Refusal(
                 RefusalCode.AFTER_REFUSAL,
                 f"step {self._refused_by} was refused: only a step with RESYNC goes on",
                 "header.flags",
                 flags,
             )
-        if flags & HeaderFlag.RESYNC and not self._refused_by:
+        if flags & _RESYNC and not self._refused_by:
             raise Refusal(
                 RefusalCode.UNEXPECTED_RESYNC, "RESYNC, but no step was refused before", "header.flags", flags
             )
@@ -116,6 +121,10 @@ class StepValidator:
         if self.live_requests > self.limits.live_requests:
             live, most = self.live_requests, self.limits.live_requests
             raise Refusal(RefusalCode.TOO_MANY_REQUESTS, f"{live} requests would live, {most} may", "new", live, most)
+        if not any(map(len, row_members(step))):
+            # Nothing but an abort, or nothing at all: steps that keep a gang company while it idles are cheap.
+            self._judge_prefixes(prefixes)
+            return AcceptedStep(sequence, np.array(freed, np.int32), started, *[_NONE] * 7)
         rows = read_rows(step)
         slots = judge_rows(rows, self._slot_of, self.table, self.limits)
         table, change = self.table, self._transaction.assign
@@ -123,11 +132,10 @@ class StepValidator:
             self._append_grants(slots, rows.ids, rows.grant_counts, rows.grants)
         blocks, ends = written_blocks(rows, slots, table, self.limits)
         self._blocks.write(blocks, ends)
-        for prefix in prefixes:
-            self._blocks.judge_prefix(prefix.blocks, prefix.request, prefix.field)
+        self._judge_prefixes(prefixes)
         computed = rows.positions + rows.counts
         change(table.computed, slots, computed)
-        change(table.known_end, slots, np.maximum(table.known_end[slots], computed) + (rows.flags & RowFlag.SAMPLE))
+        change(table.known_end, slots, np.maximum(table.known_end[slots], computed) + (rows.row_flags & _SAMPLE))
         return AcceptedStep(
             sequence,
             np.array(freed, np.int32),
@@ -135,11 +143,15 @@ class StepValidator:
             slots,
             rows.positions,
             rows.counts,
-            rows.flags,
+            rows.row_flags,
             rows.forced,
             rows.grant_counts,
             rows.grants,
         )
+
+    def _judge_prefixes(self, prefixes: list[_Prefix]) -> None:
+        for prefix in prefixes:
+            self._blocks.judge_prefix(prefix.blocks, prefix.request, prefix.field)
 
     # Members in the order of the spec: finished, preempted, new, resumed; then the grants of the rows.
 
@@ -291,8 +303,9 @@ class StepValidator:
         self._blocks.grant(grants, ids[owner], "grants")
         held = self.table.num_blocks[slots]
         offset = np.arange(len(grants)) - np.repeat(np.cumsum(counts) - counts, counts)
-        # Beyond num_blocks the table holds nothing, so that only num_blocks has to be taken back.
-        self.table.blocks[slots[owner], held[owner] + offset] = grants
+        # Beyond num_blocks there may still stand what a request held that this very step finishes.
+        blocks, width = self.table.blocks.reshape(-1), self.limits.blocks_per_request
+        self._transaction.assign(blocks, slots[owner] * width + held[owner] + offset, grants)
         self._transaction.assign(self.table.num_blocks, slots, held + counts)
 
 

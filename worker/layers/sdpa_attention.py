@@ -19,8 +19,8 @@ from worker.layers.attention import AttentionBatch, Rows
 
 # One more call costs a layer about as much as gathering and reading this many padding tokens.
 PADDING_WORTH_A_CALL = 256
-# Queries of one call: bounds the mask, and the keys computed only to be masked. (Measured on two cores, 9 heads of 512 and
-# 1024 positions: 3.3 and 10.4 ms, with tiles of 256 3.4 and 12.3 ms, in one call with `is_causal` 4.9 and 12.2 ms.)
+# Queries of one call: bounds the mask, and the keys computed only to be masked. (Measured on two cores, 9 heads of 512
+# and 1024 positions: 3.3 and 10.4 ms, with tiles of 256 3.4 and 12.3 ms, in one call with `is_causal` 4.9 and 12.2 ms.)
 QUERY_TILE = 64
 
 

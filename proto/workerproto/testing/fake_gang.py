@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_sequence
+from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_lease, read_sequence
 from workerproto.messages import (
     ORDERED_KINDS,
     Bye,
@@ -88,6 +88,7 @@ class FakeGang:
         self._clock = clock
         self._holder: _Holder | None = None
         self._ended_leases: set[int] = set()
+        self._dropped = 0  # requests, since the last Welcome
         self._answers: deque[tuple[float, int, Kind, Result | Refused]] = deque()
         self._refuse_next = False
         self.validator = StepValidator(StepLimits.from_facts(self.facts))
@@ -97,7 +98,7 @@ class FakeGang:
 
     def become_ready(self) -> None:
         self.state = Gang.READY
-        self._event(Event(self.state, self.epoch, 0, self.facts))
+        self._event(Event(self.state, self.epoch, self._last_answered, self.facts))
 
     def hold_back(self) -> None:
         """Answer no step until `release`."""
@@ -115,16 +116,15 @@ class FakeGang:
         """Fail with this first cause. What is unanswered stays so."""
         self.state = Gang.FAILED
         self._answers.clear()
-        last = self._holder.last_answered if self._holder else 0
         fault = Fault(code, rank, "step", self.steps_done, None, message)
-        self._event(Event(self.state, self.epoch, last, None, fault))
+        self._event(Event(self.state, self.epoch, self._last_answered, None, fault))
 
     def restart(self) -> None:
         """Begin the next epoch, with the same lease and nothing else left of the last one."""
         self.epoch += 1
         self.validator.reset()
         if self._holder:
-            self._holder.next_seq = self._holder.last_answered + 1
+            self._holder.next_seq = self._last_answered + 1
         self.become_ready()
 
     # What a socket asks for.
@@ -159,9 +159,9 @@ class FakeGang:
         except WireError as error:
             ours = self._holder is not None and self._holder.peer == peer
             expected = self._holder.next_seq if ours and self._holder else None
-            code, seq = error.code, read_sequence(frames[0]) if frames else 0
-            lease = decode_header(frames[0]).lease if code not in _UNREADABLE and len(frames) == 2 else 0
-            answer = Error(code, seq, expected, error.field, error.value, error.bound, str(error))
+            seq = read_sequence(frames[0]) if frames else 0
+            lease = read_lease(frames[0]) if frames else 0
+            answer = Error(error.code, seq, expected, error.field, error.value, error.bound, str(error))
             self._send(peer, Kind.ERROR, answer, lease)
         self.tick()
 
@@ -177,50 +177,56 @@ class FakeGang:
             return self._attach(peer, header, message)
         holder = self._holder
         if holder is None or holder.peer != peer or holder.lease != header.lease:
-            ended = header.lease in self._ended_leases
-            code = ErrorCode.LEASE_ENDED if ended else ErrorCode.BAD_LEASE
+            code = ErrorCode.LEASE_ENDED if header.lease in self._ended_leases else ErrorCode.BAD_LEASE
             raise WireError(code, f"lease {header.lease} does not hold the gang", "lease", str(header.lease))
         holder.heard = self._clock()
         if header.kind in ORDERED_KINDS:
-            self._judge_header(header, holder)
+            self._judge_step(header, holder)
             self._step(header, body, holder)
         elif header.kind is Kind.PING:
             self._send(peer, Kind.PONG, None, holder.lease)
         elif header.kind is Kind.BYE:
+            decode_body(header.kind, body)
             self._end_lease(None)
         elif header.kind is not Kind.PONG:
-            raise WireError(ErrorCode.BAD_KIND, f"{header.kind.name} is not for a gang to receive", "kind")
+            kind = header.kind.name
+            raise WireError(ErrorCode.BAD_KIND, f"{kind} is not for a gang to receive", "kind", kind)
 
     def _attach(self, peer: bytes, header: Header, hello: Hello) -> None:
-        if header.lease == 0 or header.lease in self._ended_leases:
+        holder = self._holder
+        if not header.lease or header.epoch or header.seq:
+            raise WireError(ErrorCode.BAD_HEADER, "Hello has a lease, epoch 0 and sequence 0", "header", str(header))
+        if holder and (holder.peer == peer or holder.lease == header.lease):
             raise WireError(ErrorCode.BAD_LEASE, f"lease {header.lease} is not a new one", "lease", str(header.lease))
-        if self._holder and not hello.takeover:
+        if holder and not hello.takeover:
             raise WireError(ErrorCode.LEASE_HELD, "another scheduler holds the gang", "takeover", "false", "true")
-        dropped = self._end_lease(Bye("TAKEOVER", f"taken over by {hello.client or 'another'}"))
+        self._end_lease(Bye("TAKEOVER", f"taken over by {hello.client or 'another'}"))
         self._holder = _Holder(peer, header.lease, self._clock())
         facts = self.facts if self.state is Gang.READY else None
-        welcome = Welcome(self.state, self._lease_timeout_ms, [], dropped, facts)
+        welcome = Welcome(self.state, self._lease_timeout_ms, [], self._dropped, facts)
+        self._dropped = 0
         self._send(peer, Kind.WELCOME, welcome, header.lease)
 
-    def _end_lease(self, bye: Bye | None) -> int:
-        """Returns how many requests were dropped."""
+    def _end_lease(self, bye: Bye | None) -> None:
         if self._holder:
             self._ended_leases.add(self._holder.lease)
             if bye:
                 self._send(self._holder.peer, Kind.BYE, bye, self._holder.lease)
         self._holder = None
         self._answers.clear()
-        return self.validator.reset()
+        self._dropped += self.validator.reset()
 
-    def _judge_header(self, header: Header, holder: _Holder) -> None:
+    def _judge_step(self, header: Header, holder: _Holder) -> None:
         """First tier: what a coordinator can tell without reading the body."""
         seq, credit = header.seq, self.facts.limits.steps_in_flight
         if header.epoch != self.epoch:
             raise WireError(
                 ErrorCode.BAD_EPOCH, f"epoch is {self.epoch}", "epoch", str(header.epoch), str(self.epoch)
             )
-        if header.kind is not Kind.STEP or header.flags & HeaderFlag.SAMPLE_FOLLOWS:
-            raise WireError(ErrorCode.NOT_IMPLEMENTED, f"{header.kind.name} with flags {header.flags}", "kind")
+        if header.kind is not Kind.STEP:
+            raise WireError(ErrorCode.NOT_IMPLEMENTED, header.kind.name, "kind", header.kind.name)
+        if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
+            raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS", "flags", hex(header.flags))
         if self.state is not Gang.READY:
             raise WireError(ErrorCode.NOT_READY, f"the gang is {self.state}", "state", self.state, Gang.READY)
         if seq != holder.next_seq:
@@ -228,7 +234,7 @@ class FakeGang:
                 ErrorCode.BAD_SEQUENCE, f"{holder.next_seq} comes next", "seq", str(seq), str(holder.next_seq)
             )
         if len(self._answers) >= credit:
-            raise WireError(ErrorCode.NO_CREDIT, f"{credit} steps are unanswered", "seq", str(credit + 1), str(credit))
+            raise WireError(ErrorCode.NO_CREDIT, f"{credit} steps are unanswered", "credit", str(credit), str(credit))
 
     def _step(self, header: Header, body: bytes, holder: _Holder) -> None:
         """Second tier: what every rank does."""
@@ -247,6 +253,10 @@ class FakeGang:
             )
         self._answers.append((self._clock() + self._delay_s, header.seq, kind, answer))
 
+    @property
+    def _last_answered(self) -> int:
+        return self._holder.last_answered if self._holder else 0
+
     def _event(self, event: Event) -> None:
         if self._holder:
             self._send(self._holder.peer, Kind.EVENT, event, self._holder.lease)
@@ -254,8 +264,3 @@ class FakeGang:
     def _send(self, peer: bytes, kind: Kind, body: Message | None, lease: int, seq: int = 0) -> None:
         header = Header(kind, 0, self.epoch, lease, seq).encode()
         self.outbox.append((peer, header, b"" if body is None else encode_body(body)))
-
-
-_UNREADABLE = frozenset(
-    {ErrorCode.BAD_FRAMES, ErrorCode.BAD_HEADER, ErrorCode.BAD_VERSION, ErrorCode.BAD_KIND, ErrorCode.BAD_FLAGS}
-)

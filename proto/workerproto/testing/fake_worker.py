@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import secrets
 import signal
 import sys
 import threading
@@ -43,8 +44,9 @@ class FakeWorker:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._wake, self._woken = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        self._woken.bind(f"inproc://fake-worker-{id(self)}")
-        self._wake.connect(f"inproc://fake-worker-{id(self)}")
+        wake = f"inproc://fake-worker-{secrets.token_hex(8)}"
+        self._woken.bind(wake)
+        self._wake.connect(wake)
         self._thread = threading.Thread(target=self._serve, name="fake-worker", daemon=True)
 
     def start(self) -> None:

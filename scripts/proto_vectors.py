@@ -1,0 +1,344 @@
+"""What the golden vectors of the wire are made of: frames, exchanges with a gang, refused steps, and draws.
+
+Everything is written by hand here and turned into bytes by the codec; `generate_proto.py` pins the bytes in
+`proto/vectors/`, where tests hold the code to them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+from workerproto.codec import Header, pack
+from workerproto.messages import (
+    Bye,
+    Cache,
+    Control,
+    Done,
+    Error,
+    ErrorCode,
+    Event,
+    Facts,
+    Fault,
+    HeaderFlag,
+    Hello,
+    Kind,
+    Limits,
+    Message,
+    New,
+    RefusalCode,
+    Refused,
+    Result,
+    Resume,
+    RowFlag,
+    Sample,
+    Sampling,
+    Step,
+    Welcome,
+)
+from workerproto.steps import StepLimits
+
+LEASE = 0x0A0B0C0D
+OTHER_LEASE = 0x01020304
+SAMPLE, FORCED = int(RowFlag.SAMPLE), int(RowFlag.FORCED)
+RESYNC = int(HeaderFlag.RESYNC)
+
+
+class Frame(NamedTuple):
+    """A valid message. `raw` is a body that is right but that this codec would write longer."""
+
+    name: str
+    header: Header
+    body: Message | None
+    raw: bytes | None = None
+
+
+class Wrong(NamedTuple):
+    """Frames that no receiver takes, with the code and the field of its Error."""
+
+    name: str
+    frames: list[bytes]
+    code: ErrorCode
+    field: str
+
+
+class Row(NamedTuple):
+    """One row of a step, with the blocks granted for it."""
+
+    id: int
+    position: int
+    num_tokens: int
+    flags: int = 0
+    grants: tuple[int, ...] = ()
+
+
+def step(
+    *rows: Row,
+    new: list[New] | None = None,
+    resumed: list[Resume] | None = None,
+    finished: tuple[int, ...] = (),
+    preempted: tuple[int, ...] = (),
+    forced: tuple[int, ...] = (),
+) -> Step:
+    ids, positions, counts, flags, grants = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+    return Step(
+        new or [],
+        resumed or [],
+        pack(finished),
+        pack(preempted),
+        pack(ids),
+        pack(positions),
+        pack(counts),
+        pack(flags),
+        pack([len(granted) for granted in grants]),
+        pack([block for granted in grants for block in granted]),
+        pack(forced),
+    )
+
+
+def new(
+    name: int, tokens: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0, sampling: Sampling | None = None
+) -> New:
+    return New(name, pack(tokens), pack(blocks), computed, sampling or Sampling())
+
+
+def resume(name: int, tokens: tuple[int, ...], blocks: tuple[int, ...], computed: int = 0) -> Resume:
+    return Resume(name, pack(tokens), pack(blocks), computed)
+
+
+def floats(*values: float) -> memoryview:
+    return memoryview(struct.pack(f"<{len(values)}f", *values))
+
+
+_CACHE = Cache(64, 16, "bfloat16", "NHD", [184320, 184320], [1 << 30, 1 << 29])
+FACTS = Facts(
+    "SmolLM2-135M-Instruct", 49152, 8192, "9f3c", True, _CACHE, 1, 2, Limits(4, 2048, 256, 1024, 1 << 24, 20)
+)
+
+
+def valid_frames() -> list[Frame]:
+    """At least one of every kind."""
+
+    def to_gang(kind: Kind, seq: int = 0, flags: int = 0) -> Header:
+        return Header(kind, flags, 0 if kind is Kind.HELLO else 1, LEASE, seq)
+
+    plain, drawn = Sampling(), Sampling(0.8, 40, 0.95, 0.05, 2**53 - 1, 2)
+    sampled = Row(7, 3, 1, SAMPLE)
+    return [
+        Frame("hello", to_gang(Kind.HELLO), Hello("my-scheduler", [], False)),
+        Frame("hello, all defaults", to_gang(Kind.HELLO), Hello(), b"\x80"),
+        Frame("hello, takeover", to_gang(Kind.HELLO), Hello("second", ["drafts"], True)),
+        Frame("welcome of a gang that loads", to_gang(Kind.WELCOME), Welcome("LOADING", 10000)),
+        Frame("welcome of a ready gang", to_gang(Kind.WELCOME), Welcome("READY", 10000, ["drafts"], 3, FACTS)),
+        Frame(
+            "error",
+            to_gang(Kind.ERROR),
+            Error(ErrorCode.BAD_SEQUENCE, 9, 7, "seq", "9", "7", "sequence 9 came, 7 is next"),
+        ),
+        Frame("error, least", to_gang(Kind.ERROR), Error(ErrorCode.BAD_HEADER), b"\x81\xa4code\xaaBAD_HEADER"),
+        Frame("ping", to_gang(Kind.PING), None),
+        Frame("pong", to_gang(Kind.PONG), None),
+        Frame("bye of a scheduler", to_gang(Kind.BYE), Bye()),
+        Frame("bye of a gang", to_gang(Kind.BYE), Bye("TAKEOVER", "client 'second' took over")),
+        Frame("event, ready", to_gang(Kind.EVENT), Event("READY", 1, 0, FACTS)),
+        Frame(
+            "event, failed",
+            to_gang(Kind.EVENT),
+            Event("FAILED", 1, 41, None, Fault(70, 1, "step", 57, "SIGSEGV", "was killed by SIGSEGV", "Traceback: …")),
+        ),
+        Frame("step without rows", to_gang(Kind.STEP, 1), Step(), b"\x90"),
+        Frame("step, prompt", to_gang(Kind.STEP, 2),
+              step(Row(7, 0, 3, SAMPLE), new=[new(7, (5, 6, 8), (0,), 0, drawn)])),
+        Frame("step, decode", to_gang(Kind.STEP, 3), step(sampled, Row(8, 16, 1, SAMPLE, (12,)))),
+        Frame(
+            "step, everything",
+            to_gang(Kind.STEP, 4, RESYNC),
+            step(
+                Row(9, 16, 2),
+                Row(10, 0, 2, SAMPLE | FORCED, (5, 6)),
+                new=[new(9, tuple(range(18)), (3, 4), 16, plain), new(10, (1, 2), ())],
+                resumed=[resume(11, tuple(range(100, 117)), (8,), 16)],
+                finished=(7,),
+                preempted=(8,),
+                forced=(30, 31),
+            ),
+        ),
+        Frame("sample", to_gang(Kind.SAMPLE, 5), Sample(4, pack([0]), pack([-1, 1]))),
+        Frame("control", to_gang(Kind.CONTROL, 6), Control("drain")),
+        Frame("result without rows", to_gang(Kind.RESULT, 1), Result(), b"\x90"),
+        Frame("result", to_gang(Kind.RESULT, 3), Result(pack([17, 4095]), 0, timings_us=pack([40, 0, 7600, 210]))),
+        Frame(
+            "result, logprobs",
+            to_gang(Kind.RESULT, 2),
+            Result(pack([17]), 1, pack([17, 4, 17]), floats(-1.5, -0.5, -1.5), pack([2]), pack([40, 0, 7600, 210])),
+        ),
+        Frame(
+            "refused",
+            to_gang(Kind.REFUSED, 5),
+            Refused(
+                RefusalCode.BLOCK_OWNED, 5, 9, "new.blocks", "3", "", "request 9 is granted block 3, which has an owner"
+            ),
+        ),
+        Frame("refused, a bound", to_gang(Kind.REFUSED, 5),
+              Refused(RefusalCode.BAD_POSITION, 5, 9, "positions", "17", "16", "request 9 is elsewhere")),
+        Frame("refused behind it", to_gang(Kind.REFUSED, 6),
+              Refused(RefusalCode.AFTER_REFUSAL, 5, None, "header.flags", "0")),
+        Frame("done", to_gang(Kind.DONE, 6), Done("drain", [{}, {}])),
+    ]  # fmt: skip
+
+
+def wrong_frames() -> list[Wrong]:
+    """Ways not to be a message, each with a header or a body that is otherwise right."""
+    ping, hello = Header(Kind.PING, 0, 1, LEASE), Header(Kind.HELLO, 0, 0, LEASE).encode()
+    order = Header(Kind.STEP, 0, 1, LEASE, 1).encode()
+    good = ping.encode()
+    request = b"\x91\x91\x95"  # Step [ new [ New [ …
+
+    def patched(offset: int, value: bytes) -> list[bytes]:
+        return [good[:offset] + value + good[offset + len(value) :], b""]
+
+    bodies = [
+        ("empty body of a map", hello, b"", "body"),
+        ("array where a map belongs", hello, b"\x90", "body"),
+        ("map where an array belongs", order, b"\x80", "body"),
+        ("truncated", hello, b"\x81\xa6cli", "body"),
+        ("trailing byte", hello, b"\x80\xc0", "body"),
+        ("unknown field", hello, b"\x81\xa5color\xa3red", "body"),
+        ("key that is a number", hello, b"\x81\x01\x02", "body"),
+        ("number where text belongs", hello, b"\x81\xa6client\x01", "client"),
+        ("text beyond 256 characters", hello, b"\x81\xa6client\xda\x01\x01" + b"x" * 257, "client"),
+        ("text that is not UTF-8", hello, b"\x81\xa6client\xa1\xff", "body"),
+        ("a byte that msgpack never uses", hello, b"\xc1", "body"),
+        ("lying length", order, b"\x93\x90\x90\xc6\xff\xff\xff\xff", "body"),
+        ("one member too many", order, b"\x9c\x90\x90" + b"\xc4\x00" * 10, "body"),
+        ("text where bytes belong", order, b"\x93\x90\x90\xa0", "[2]"),
+        ("deep nesting", order, b"\x91" * 5000, "[0][0]"),
+        ("request with too few members", order, b"\x91\x91\x92\x01\xc4\x00", "[0][0]"),
+        ("negative id", order, request + b"\xff\xc4\x00\xc4\x00\x00\x90", "[0][0][0]"),
+        ("id beyond int32", order, request + b"\xce\x80\x00\x00\x00\xc4\x00\xc4\x00\x00\x90", "[0][0][0]"),
+        ("id that is a float", order,
+         request + b"\xcb" + struct.pack(">d", 1.0) + b"\xc4\x00\xc4\x00\x00\x90", "[0][0][0]"),
+        ("id that is null", order, request + b"\xc0\xc4\x00\xc4\x00\x00\x90", "[0][0][0]"),
+        ("temperature beyond 100", order, request + b"\x01\xc4\x00\xc4\x00\x00\x91\x65", "[0][0][4][0]"),
+        ("temperature that is no number", order,
+         request + b"\x01\xc4\x00\xc4\x00\x00\x91\xcb" + struct.pack(">d", math.nan), "[0][0][4][0]"),
+        ("top_p of 0", order, request + b"\x01\xc4\x00\xc4\x00\x00\x93\x00\x00\x00", "[0][0][4][2]"),
+        ("seed of 2^53", order,
+         request + b"\x01\xc4\x00\xc4\x00\x00\x95\x00\x00\x01\x00\xcf" + struct.pack(">Q", 2**53), "[0][0][4][4]"),
+        ("a pickle", order, b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00]\x94.", "body"),
+    ]  # fmt: skip
+    headers = [
+        Wrong("no frame", [], ErrorCode.BAD_FRAMES, "frames"),
+        Wrong("one frame", [good], ErrorCode.BAD_FRAMES, "frames"),
+        Wrong("three frames", [good, b"", b""], ErrorCode.BAD_FRAMES, "frames"),
+        Wrong("empty header", [b"", b""], ErrorCode.BAD_HEADER, "header"),
+        Wrong("header of 23 bytes", [good[:23], b""], ErrorCode.BAD_HEADER, "header"),
+        Wrong("header of 25 bytes", [good + b"\x00", b""], ErrorCode.BAD_HEADER, "header"),
+        Wrong("wrong magic", patched(0, b"RNKX"), ErrorCode.BAD_HEADER, "magic"),
+        Wrong("version 0", patched(4, b"\x00"), ErrorCode.BAD_VERSION, "version"),
+        Wrong("version 2", patched(4, b"\x02"), ErrorCode.BAD_VERSION, "version"),
+        Wrong("kind 0", patched(5, b"\x00"), ErrorCode.BAD_KIND, "kind"),
+        Wrong("kind 64", patched(5, b"\x40"), ErrorCode.BAD_KIND, "kind"),
+        Wrong("flag on a ping", patched(6, b"\x02\x00"), ErrorCode.BAD_FLAGS, "flags"),
+        Wrong("flag 4 on a step", [order[:6] + b"\x04\x00" + order[8:], b"\x90"], ErrorCode.BAD_FLAGS, "flags"),
+        Wrong("flag 8 on a step", [order[:6] + b"\x08\x00" + order[8:], b"\x90"], ErrorCode.BAD_FLAGS, "flags"),
+        Wrong("sequence of 2^53", patched(16, struct.pack("<Q", 2**53)), ErrorCode.BAD_HEADER, "seq"),
+        Wrong("body of a ping", [good, b"\xc0"], ErrorCode.BAD_BODY, "body"),
+    ]
+    return headers + [Wrong(name, [header, body], ErrorCode.BAD_BODY, field) for name, header, body, field in bodies]
+
+
+LIMITS = StepLimits(
+    num_blocks=8, block_size=4, vocabulary=100, max_model_len=16, tokens=12, rows=3, live_requests=4, logprobs=2
+)
+
+
+class Story(NamedTuple):
+    """Steps of a fresh gang with `LIMITS`: header flags and body, in sequence from 1. The last one is the one meant."""
+
+    name: str
+    steps: list[tuple[int, Step | bytes]]
+
+
+def stories() -> list[Story]:
+    """What a validator accepts and refuses. Every refusal code ends at least one story."""
+    four = (11, 12, 13, 14)
+    begin = (0, step(Row(1, 0, 4, SAMPLE), new=[new(1, four, (0,))]))
+    half = (0, step(Row(1, 0, 2), new=[new(1, four, (0,))]))
+    stop = (0, step(preempted=(1,)))
+    refused = (0, step(finished=(9,)))
+
+    def one(name: str, *steps: tuple[int, Step | bytes]) -> Story:
+        return Story(name, list(steps))
+
+    def only(name: str, wrong: Step | bytes, flags: int = 0) -> Story:
+        return Story(name, [begin, (flags, wrong)])
+
+    accepted = [
+        one("a step without rows", (0, step())),
+        one("prompt, then the token that it sampled", begin, (0, step(Row(1, 4, 1, SAMPLE, (5,))))),
+        one("a prompt in two chunks", half, (0, step(Row(1, 2, 2, SAMPLE)))),
+        one("a block freed and granted in one step", begin, (0, step(finished=(1,), new=[new(2, (3,), (0,))]))),
+        one("an id used again in the next step", begin, (0, step(finished=(1,))), (0, step(new=[new(1, four, (0,))]))),
+        one("a prefix written by this very step", (0, step(
+            Row(1, 0, 4, SAMPLE), Row(2, 4, 1, SAMPLE), new=[new(1, four, (0,)), new(2, (*four, 9), (0, 1), 4)]))),
+        one("a prefix that outlived its owner", begin, (0, step(finished=(1,))),
+            (0, step(Row(2, 4, 1, SAMPLE), new=[new(2, (*four, 9), (0, 1), 4)]))),
+        one("preempted and resumed", begin, stop,
+            (0, step(Row(1, 0, 5, SAMPLE), resumed=[resume(1, (*four, 50), (6, 7))]))),
+        one("preempted and resumed in one step", begin,
+            (0, step(preempted=(1,), resumed=[resume(1, (*four, 50), (0, 7), 4)]))),
+        one("forced tokens go on beyond what is known", begin,
+            (0, step(Row(1, 4, 3, FORCED | SAMPLE, (5,)), forced=(1, 2, 3)))),
+        one("goes on by RESYNC", refused, (RESYNC, step())),
+    ]  # fmt: skip
+    wrong = [
+        only("not msgpack", b"\xc1"),
+        only("a packed member of 3 bytes", b"\x93\x90\x90\xc4\x03\x01\x00\x00"),
+        only("rows of different number", b"\x96\x90\x90\xc4\x00\xc4\x00\xc4\x04\x01\x00\x00\x00\xc4\x00"),
+        only("fewer grants than counted", Step(
+            ids=pack([1]), positions=pack([4]), counts=pack([1]), row_flags=pack([0]), grant_counts=pack([1]))),
+        only("more forced tokens than its rows compute", step(Row(1, 4, 1, FORCED, (5,)), forced=(1, 2))),
+        one("behind a refused step", refused, (0, step())),
+        only("RESYNC where nothing was refused", step(), RESYNC),
+        one("RESYNC for the second time", refused, (RESYNC, step()), (RESYNC, step())),
+        only("finishes what never was", step(finished=(9,))),
+        only("finishes one twice", step(finished=(1, 1))),
+        only("finished and scheduled at once", step(Row(1, 4, 1, SAMPLE, (5,)), finished=(1,))),
+        only("a negative id", step(finished=(-1,))),
+        only("resumes what never was", step(resumed=[resume(9, (1,), (5,))])),
+        only("an id that lives", step(new=[new(1, (3,), (5,))])),
+        only("an id that is finished in this step", step(finished=(1,), new=[new(1, (3,), (5,))])),
+        only("two rows of one request", step(Row(1, 4, 1, 0, (5,)), Row(1, 5, 1))),
+        only("resumes what runs", step(resumed=[resume(1, four, (5,))])),
+        only("no prompt", step(new=[new(2, (), (5,))])),
+        only("a prompt of 17 tokens", step(new=[new(2, (1,) * 17, (5,))])),
+        one("samples beyond max_model_len", (0, step(new=[new(2, (1,) * 16, (1, 2, 3, 4))])), (0, step(Row(2, 0, 12))),
+            (0, step(Row(2, 12, 4, SAMPLE)))),
+        only("a token that is not in the vocabulary", step(new=[new(2, (100,), (5,))])),
+        only("a negative forced token", step(Row(1, 4, 1, FORCED, (5,)), forced=(-1,))),
+        only("3 logprobs where 2 are given", step(new=[new(2, (3,), (5,), 0, Sampling(logprobs=3))])),
+        only("computed amid a block", step(new=[new(2, four, (0,), 2)])),
+        only("nothing left to compute", step(new=[new(2, four, (0,), 4)])),
+        only("a position passed over", step(Row(1, 5, 1, SAMPLE, (5,)))),
+        only("a row without tokens", step(Row(1, 4, 0))),
+        only("computes what nobody knows", step(Row(1, 4, 2, 0, (5,)))),
+        only("a row flag kept free", step(Row(1, 4, 1, 4, (5,)))),
+        one("samples amid the prompt", half, (0, step(Row(1, 2, 1, SAMPLE)))),
+        one("resumes with a token too few", begin, stop, (0, step(resumed=[resume(1, four, (5,))]))),
+        only("a block that is not there", step(new=[new(2, (3,), (8,))])),
+        only("a block with an owner", step(new=[new(2, (3,), (0,))])),
+        only("one block twice", step(new=[new(2, (3,), (5, 5))])),
+        only("a block granted to two", step(new=[new(2, (3,), (5,)), new(3, (3,), (5,))])),
+        only("a prefix that nothing has written", step(new=[new(2, (*four, 9), (5, 6), 4)])),
+        one("a prefix written by half", half, (0, step(new=[new(2, (*four, 9), (0, 6), 4)]))),
+        only("no block for what it computes", step(Row(1, 4, 1, SAMPLE))),
+        only("fewer blocks than its prefix has", step(new=[new(2, (*four, *four, 9), (0,), 8)])),
+        only("more blocks than the longest request", step(new=[new(2, (3,), (1, 2, 3, 4, 5))])),
+        only("13 tokens where 12 may be", step(Row(2, 0, 13), new=[new(2, (1,) * 13, (1, 2, 3, 4))])),
+        only("4 rows where 3 may be", step(*[Row(name, 0, 1, SAMPLE) for name in (2, 3, 4, 5)])),
+        only("5 requests where 4 may live", step(new=[new(name, (3,), ()) for name in (2, 3, 4, 5)])),
+        only("a step that waits for a mask", step(), int(HeaderFlag.SAMPLE_FOLLOWS)),
+    ]  # fmt: skip
+    return accepted + wrong

@@ -1,0 +1,221 @@
+"""One lease without a socket: a session and a fake gang talk by handing each other frames."""
+
+from collections.abc import Callable
+
+import pytest
+
+from workerproto.codec import Header, encode_body, pack, unpack
+from workerproto.messages import (
+    Bye,
+    Error,
+    ErrorCode,
+    Event,
+    Facts,
+    Kind,
+    New,
+    Refused,
+    Result,
+    RowFlag,
+    Sampling,
+    Step,
+    Welcome,
+)
+from workerproto.session import Received, Session
+from workerproto.states import Gang, LocalStateError, RemoteStateError
+from workerproto.testing.fake_gang import FakeGang, fake_facts
+
+PROMPT = Step(
+    [New(1, pack([1, 2, 3]), pack([0]), 0, Sampling())],
+    ids=pack([1]), positions=pack([0]), counts=pack([3]), row_flags=pack([RowFlag.SAMPLE]), grant_counts=pack([0]),
+)  # fmt: skip
+
+
+class Wire:
+    """Hands frames over, both ways, without a socket."""
+
+    def __init__(self, gang: FakeGang | None = None) -> None:
+        self.gang = gang or FakeGang()
+        self.session = Session()
+        self.got: list[Received] = []
+
+    def send(self, frames: tuple[bytes, bytes]) -> None:
+        self.gang.receive(b"peer", list(frames))
+        self.deliver()
+
+    def deliver(self) -> None:
+        outbox, self.gang.outbox = self.gang.outbox, []
+        for peer, *frames in outbox:
+            if peer == b"peer":
+                received, reply = self.session.receive(frames)
+                self.got += [received] if received else []
+                if reply:
+                    self.send(reply)
+
+    def attach(self) -> "Wire":
+        self.send(self.session.hello("test", False))
+        return self
+
+    def step(self, step: Step, resync: bool = False) -> int:
+        seq, frames = self.session.step(step, resync)
+        self.send(frames)
+        return seq
+
+    def do(self, action: Callable[[FakeGang], None]) -> None:
+        action(self.gang)
+        self.deliver()
+
+
+def test_attach_then_facts_at_once() -> None:
+    wire = Wire().attach()
+    welcome = wire.got[0].message
+    assert isinstance(welcome, Welcome)
+    assert (welcome.facts, wire.session.facts, wire.session.credit) == (wire.gang.facts, wire.gang.facts, 3)
+
+
+def test_facts_come_by_event_where_the_gang_is_not_ready() -> None:
+    wire = Wire(FakeGang(ready=False)).attach()
+    assert (wire.session.facts, wire.session.credit) == (None, 0)
+    with pytest.raises(LocalStateError, match="this one is LOADING"):
+        wire.step(Step())
+    wire.do(FakeGang.become_ready)
+    assert (wire.session.facts, wire.session.credit) == (wire.gang.facts, 3)
+
+
+def test_each_attachment_has_a_lease_of_its_own() -> None:
+    leases = {Session().lease for _ in range(100)}
+    assert len(leases) == 100
+    assert 0 not in leases
+
+
+def test_credit_goes_with_a_step_and_returns_with_its_answer() -> None:
+    wire = Wire().attach()
+    wire.gang.hold_back()
+    assert [wire.step(Step()) for _ in range(3)] == [1, 2, 3]
+    assert wire.session.credit == 0
+    with pytest.raises(LocalStateError, match="no credit: 3 steps are unanswered"):
+        wire.step(Step())
+    wire.do(FakeGang.release)
+    assert [(seq, type(message)) for seq, message in wire.got[1:]] == [(1, Result), (2, Result), (3, Result)]
+    assert wire.session.credit == 3
+
+
+def test_a_step_before_the_lease_is_our_mistake() -> None:
+    with pytest.raises(LocalStateError, match="needs the lease, which is NONE"):
+        Session().step(Step())
+
+
+def test_a_lease_is_asked_for_once() -> None:
+    wire = Wire().attach()
+    with pytest.raises(LocalStateError):
+        wire.session.hello("again", False)
+
+
+def test_a_refused_step_and_what_was_in_flight_behind_it() -> None:
+    wire = Wire().attach()
+    wire.gang.hold_back()
+    wire.gang.refuse_next()
+    for _ in range(3):
+        wire.step(PROMPT)
+    wire.do(FakeGang.release)
+    answers = [message for _, message in wire.got[1:]]
+    assert [(a.code, a.cause_seq) for a in answers if isinstance(a, Refused)] == [
+        ("MALFORMED", 1), ("AFTER_REFUSAL", 1), ("AFTER_REFUSAL", 1),
+    ]  # fmt: skip
+    assert wire.step(PROMPT, resync=True) == 4
+    result = wire.got[-1].message
+    assert isinstance(result, Result)
+    assert len(unpack(result.tokens)) == 1
+
+
+def test_steps_in_error_count_as_never_sent() -> None:
+    """The gang leaves READY while three steps are under way to it."""
+    wire = Wire().attach()
+    sent = [wire.session.step(Step()) for _ in range(3)]
+    wire.gang.state = Gang.ASLEEP
+    for _, frames in sent:
+        wire.send(frames)
+    errors = [message for _, message in wire.got[1:] if isinstance(message, Error)]
+    assert (errors[0].code, [error.seq for error in errors]) == (ErrorCode.NOT_READY, [1, 2, 3])
+    assert wire.session.credit == 3
+    wire.gang.state = Gang.READY
+    assert wire.step(Step()) == 1
+    assert wire.got[-1].seq == 1
+
+
+def test_failure_answers_everything_and_a_restart_keeps_the_lease() -> None:
+    wire = Wire().attach()
+    wire.step(PROMPT)
+    wire.gang.hold_back()
+    wire.step(Step())
+    wire.do(FakeGang.fail)
+    event = wire.got[-1].message
+    assert isinstance(event, Event)
+    assert event.fault is not None
+    assert (event.state, event.last_answered, event.fault.code) == ("FAILED", 1, 70)
+    assert (wire.session.unanswered, wire.session.credit) == (0, 0)
+    wire.do(FakeGang.restart)
+    wire.do(FakeGang.release)
+    assert (wire.session.epoch, wire.session.credit) == (2, 3)
+    assert wire.step(PROMPT) == 2
+    assert wire.got[-1].seq == 2
+
+
+def test_a_ping_is_answered() -> None:
+    session = Wire().attach().session
+    received, reply = session.receive([Header(Kind.PING, 0, 1, session.lease).encode(), b""])
+    assert received is None
+    assert reply == (Header(Kind.PONG, 0, 1, session.lease).encode(), b"")
+
+
+def test_bye_ends_the_lease() -> None:
+    wire = Wire().attach()
+    wire.send(wire.session.bye())
+    assert wire.session.ended
+    with pytest.raises(LocalStateError, match="which is ENDED"):
+        wire.step(Step())
+
+
+def frames(kind: Kind, body: bytes, seq: int = 0, epoch: int = 1) -> Callable[[Session], list[bytes]]:
+    return lambda session: [Header(kind, 0, epoch, session.lease, seq).encode(), body]
+
+
+RESULT = encode_body(Result())
+WRONG: dict[str, tuple[Callable[[Session], list[bytes]], str]] = {
+    "one frame": (lambda _: [b"x"], "of 1 frames"),
+    "rubbish": (lambda _: [b"x" * 24, b""], "not on the wire"),
+    "a body that is none": (frames(Kind.RESULT, b"\xc1"), "not on the wire"),
+    "a step": (frames(Kind.STEP, encode_body(Step()), 1), "not for a scheduler"),
+    "an answer to nothing": (frames(Kind.RESULT, RESULT, 1), "next to be answered is none"),
+    "another epoch's answer": (frames(Kind.RESULT, RESULT, 1, 7), "of epoch 7 came in epoch 1"),
+    "an event of the past": (frames(Kind.EVENT, encode_body(Event("READY", 0))), "an Event of epoch 0"),
+    "a second welcome": (frames(Kind.WELCOME, encode_body(Welcome("READY", 1000))), "does not allow 'welcome'"),
+    "another's frame": (lambda s: [Header(Kind.RESULT, 0, 1, s.lease ^ 1, 1).encode(), RESULT], "came to lease"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_peer_that_breaks_the_spec_is_told_apart(what: str) -> None:
+    make, message = WRONG[what]
+    session = Wire().attach().session
+    with pytest.raises(RemoteStateError, match=message):
+        session.receive(make(session))
+
+
+def test_answers_out_of_order_are_the_peers_mistake() -> None:
+    wire = Wire().attach()
+    for _ in range(2):
+        wire.session.step(Step())
+    with pytest.raises(RemoteStateError, match="the answer to step 2 came, the next to be answered is 1"):
+        wire.session.receive(frames(Kind.RESULT, RESULT, 2)(wire.session))
+
+
+def test_a_bye_after_the_end_is_nothing_new() -> None:
+    wire = Wire().attach()
+    wire.session.bye()
+    received, _ = wire.session.receive(frames(Kind.BYE, encode_body(Bye("STOPPED")))(wire.session))
+    assert received is None
+
+
+def test_facts_are_those_that_the_gang_told() -> None:
+    facts: Facts = fake_facts(pp=3)
+    assert Wire(FakeGang(facts)).attach().session.credit == 5

@@ -1,0 +1,119 @@
+"""`python -m engine_stub` in this process, against a fake worker; text by a tokenizer of single bytes."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine_stub.__main__ import main
+from engine_stub.text import TextModel, TextStream
+from workerproto.testing.fake_gang import FakeGang, fake_facts
+from workerproto.testing.fake_model import continuation
+from workerproto.testing.fake_worker import FakeWorker
+
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose tokens are the 256 bytes; byte 0x21, '!', ends a text."""
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": alphabet.index("!")}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[FakeWorker]:
+    with FakeWorker("tcp://127.0.0.1:*", FakeGang(fake_facts(vocabulary=256))) as worker:
+        yield worker
+
+
+@pytest.fixture
+def run(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(command: str, *args: object) -> tuple[str, str]:
+        arguments = ["engine_stub", command, "--endpoint", worker.endpoint, *map(str, args)]
+        monkeypatch.setattr("sys.argv", arguments)
+        main()
+        return capsys.readouterr()
+
+    return run
+
+
+def test_token_ids_in_and_out(run: Run) -> None:
+    out, _ = run("generate", "--prompt-ids", "1,2,3", "--max-tokens", 4)
+    assert [int(token) for token in out.split()] == continuation([1, 2, 3], 4, 256)
+
+
+def test_text_as_json(run: Run, model: Path) -> None:
+    out, _ = run("generate", "--prompt", "ab", "--tokenizer", model, "--max-tokens", 3, "--json", "--logprobs", 1)
+    text = TextModel(model)
+    fields = json.loads(out)
+    assert fields["prompt"] == text.encode("ab")
+    assert fields["tokens"] == continuation(fields["prompt"], 3, 256)
+    assert fields["text"] == text.decode(fields["tokens"])
+    assert len(fields["token_s"]) == len(fields["logprobs"]) == 3
+
+
+def test_several_prompts_are_printed_when_they_are_done(run: Run, model: Path) -> None:
+    out, _ = run("generate", "--prompt", "ab", "--prompt", "cd", "--tokenizer", model, "--max-tokens", 1)
+    assert "ab" in out
+    assert "cd" in out
+
+
+def test_text_streams_behind_its_prompt(run: Run, model: Path) -> None:
+    out, _ = run("generate", "--prompt", "ab", "--tokenizer", model, "--max-tokens", 8, "--ignore-eos")
+    assert out.startswith("ab")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café", "日本語 🦀🚀 ok", "🏴‍☠️é"])
+def test_a_stream_never_shows_half_a_character(model: Path, text: str) -> None:
+    tokenizer = TextModel(model)
+    stream, pieces = TextStream(tokenizer), []
+    for token in tokenizer.encode(text):
+        pieces.append(stream.add(token))
+        assert "\N{REPLACEMENT CHARACTER}" not in pieces[-1]
+    assert "".join(pieces) == text
+
+
+def test_bench_ends_in_one_line_of_json(run: Run) -> None:
+    out, err = run("bench", "--prompt", 8, "--short", 2, "--steps", 4, "--batches", "1,3", "--prefill", "2x16,1x32")
+    figures = json.loads(out.splitlines()[-1])
+    assert figures.keys() == {"startup_s", "decode_ms", "prefill_tok_s"}
+    assert list(figures["decode_ms"]) == ["1", "3"]
+    assert list(figures["prefill_tok_s"]) == ["2x16", "1x32"]
+    assert figures["prefill_tok_s"]["2x16"] > 0
+    assert "decode, batch 3" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "no prompt: give --prompt or --prompt-ids"),
+        (["generate", "--prompt", "a"], "no tokenizer in 'fake': give --tokenizer or --prompt-ids"),
+        (["generate", "--prompt", "a", "--tokenizer", "nowhere"], "nowhere has no tokenizer.json"),
+        (["generate", "--prompt-ids", "1,x"], "--prompt-ids '1,x' are not integers"),
+        (["generate", "--prompt-ids", "256"], "token 256 is not in 0 … 255"),
+        (["generate", "--prompt-ids", "1", "--top-p", "0"], "--top-p is 0.0, it must lie in 0 … 1"),
+        (["generate", "--prompt-ids", "1", "--max-tokens", "0"], "max_tokens is 0, it must be at least 1"),
+        (["generate", "--prompt-ids", "1", "--logprobs", "21"], "21 logprobs asked for, at most 20 are given"),
+        (["bench", "--prefill", "4"], "is not like 1,4 or 4x512"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(run: Run, arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert str(caught.value).startswith("engine_stub: error: ")
+    assert message in str(caught.value)
+
+
+def test_a_name_that_nobody_has(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["engine_stub", "generate", "--name", "nobody", "--prompt-ids", "1"])
+    with pytest.raises(SystemExit, match=r"engine_stub: error: no gang listens at ipc://.*/nobody/sched"):
+        main()

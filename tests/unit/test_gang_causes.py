@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+
+from worker.coordinator import causes
+from worker.coordinator.agreement import Agreement, compare_present
+from worker.coordinator.spawn import Exit
+from worker.exit_codes import ExitCode, Failure
+from worker.gang_messages import Present, Refusal
+from worker.rank.fault_points import FaultPoints, InjectedFault, check_faults
+from worker.rank.faults import describe
+from worker.rank.place import Place, spawn_environment
+from worker.weights import WeightsError
+
+
+def told(error: BaseException, phase: str = "step", rank: int = 0) -> causes.Cause:
+    return causes.told(rank, describe(error, phase, 3, always_trace=False))
+
+
+BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+LATE = RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
+
+
+def test_own_exception_before_limit_before_broken_connection() -> None:
+    seen = [told(BROKEN, rank=0), told(LATE, rank=1), told(ZeroDivisionError("x"), rank=2)]
+    assert causes.first_cause(seen).fault.rank == 2
+    assert causes.first_cause(seen[:2]).fault.rank == 1
+    killed = causes.exited(3, "step", 3, Exit(signal="SIGKILL"))
+    assert causes.first_cause([seen[0], killed]).fault.signal == "SIGKILL"
+    left = causes.exited(1, "step", 3, Exit(code=81))
+    assert causes.first_cause([left, seen[1]]).fault.rank == 1
+    assert causes.first_cause([seen[2], killed]).fault.rank == 2, "of equal ones the one seen first"
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "code", "traced"),
+    [
+        (WeightsError("file: tensor"), "load", ExitCode.BAD_WEIGHTS, False),
+        (ValueError("a bound"), "profile", ExitCode.BAD_CONFIG, False),
+        (ValueError("ours"), "step", ExitCode.STEP, True),
+        (Failure(ExitCode.ROLL_CALL, "who"), "rendezvous", ExitCode.ROLL_CALL, False),
+        (MemoryError(), "kv", ExitCode.OUT_OF_MEMORY, True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "kv", ExitCode.OUT_OF_MEMORY, True),
+        (BROKEN, "step", ExitCode.OTHER_RANK, True),
+        (LATE, "step", ExitCode.LIMIT, True),
+        (KeyError("x"), "load", ExitCode.STEP, True),
+    ],
+)
+def test_codes_of_exceptions(error: Exception, phase: str, code: ExitCode, traced: bool) -> None:
+    fault = describe(error, phase, None, always_trace=False)
+    assert (fault.code, bool(fault.traceback)) == (code, traced)
+    assert fault.message  # no empty cause, ever
+    assert describe(error, phase, None, always_trace=True).traceback
+
+
+def test_line_for_a_person() -> None:
+    assert told(ZeroDivisionError("x")).line == "rank 0, step, step 3: ZeroDivisionError: x"
+    assert causes.exited(1, "load", None, Exit(signal="SIGSEGV")).line == "rank 1, load: was killed by SIGSEGV"
+    assert causes.own(ExitCode.PARENT_GONE, "torchrun is gone").line == "torchrun is gone"
+
+
+def test_ranks_that_agree() -> None:
+    agreement = Agreement(2)
+    for sequence in range(1, 10_000):
+        agreement.digest(0, sequence, sequence)
+        if sequence % 2:
+            agreement.digest(1, sequence, sequence)
+    agreement.refusal(0, Refusal(5, "MALFORMED", None, "x"))
+    agreement.refusal(1, Refusal(5, "MALFORMED", None, "x"))
+
+
+def test_ranks_that_disagree_are_both_named() -> None:
+    agreement = Agreement(2)
+    agreement.digest(0, 64, 0xAB)
+    with pytest.raises(Failure, match="step 64: digest of rank 0 is 000000ab, of rank 1 000000ac") as failure:
+        agreement.digest(1, 64, 0xAC)
+    assert failure.value.code is ExitCode.DISAGREEMENT
+    agreement.refusal(0, Refusal(5, "MALFORMED", None, "x"))
+    with pytest.raises(Failure, match="refusal of rank 0 is MALFORMED"):
+        agreement.refusal(1, Refusal(5, "TOO_LONG", 1, "x"))
+
+
+def test_roll_call_prints_a_difference_from_both_sides() -> None:
+    same = Present({"torch": "2.13", "dtype": "float32"}, "cpu", 1)
+    compare_present({0: same, 1: same})
+    with pytest.raises(Failure, match=r"torch is 2.13 on rank 0 and 2.11 on rank 1"):
+        compare_present({0: same, 1: Present({"torch": "2.11", "dtype": "float32"}, "cpu", 1)})
+
+
+def test_fault_points() -> None:
+    points = FaultPoints("rank=1;at=step;n=2;do=raise, rank=0;at=load;do=exit:3", 1)
+    points.reach("load")
+    points.reach("step")
+    with pytest.raises(InjectedFault):
+        points.reach("step")
+    points.reach("step")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "rank=0",
+        "rank=0;at=moon;do=raise",
+        "rank=0;at=step;do=fly",
+        "rank=0;at=step;n=0;do=raise",
+        "rank=0;at=step;do=signal:X",
+    ],
+)
+def test_fault_points_that_mean_nothing(text: str) -> None:
+    with pytest.raises(ValueError, match="is not rank=R;at=PLACE"):
+        check_faults(text)
+
+
+def test_place_reads_what_spawn_writes() -> None:
+    environment = spawn_environment({"TORCHELASTIC_RESTART_COUNT": "5", "X": "y"}, 0, 4, 1234, 2, "abcdef01", 9)
+    place = Place.from_environment(environment, 77)
+    assert (place.rank, place.world_size, place.local_world_size, place.epoch) == (0, 4, 4, 2)
+    assert (place.store_host, place.store_port, place.store_fd, place.on_loopback) == ("127.0.0.1", 1234, 9, True)
+    assert (place.launch, place.spawned, place.agent_store) == ("abcdef01", True, False)
+    other = Place.from_environment(spawn_environment(environment, 1, 4, 1234, 2, "abcdef01", 9), 77)
+    assert (other.rank, other.store_fd) == (1, None)
+
+
+def test_place_under_torchrun() -> None:
+    environment = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/e",
+    }  # fmt: skip
+    place = Place.from_environment(environment, 0xABC)
+    assert (place.epoch, place.launch, place.spawned, place.agent_store) == (2, "00000abc", False, True)
+    assert place.error_file == "/e"
+    with pytest.raises(ValueError, match="RANK is 'one', it must be a whole number"):
+        Place.from_environment(environment | {"RANK": "one"}, 1)
+    with pytest.raises(ValueError, match="RANK is 2, it must be from 0 to WORLD_SIZE - 1 = 1"):
+        Place.from_environment(environment | {"RANK": "2"}, 1)

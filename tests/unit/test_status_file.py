@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+from worker.rank.status_file import PHASES, SIZE, StatusWriter, create_status_file, read_status
+
+
+def test_what_is_written_is_read_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "status"
+    record = create_status_file(path)
+    assert path.stat().st_size == SIZE
+    assert read_status(record) is None
+    writer = StatusWriter(epoch=3, threads=2)
+    writer.enter("load")
+    assert read_status(record) is None
+    writer.attach(path)
+    writer.progress(10, 40)
+    status = read_status(record)
+    assert status is not None
+    assert (status.pid, status.epoch, status.threads, status.phase) == (os.getpid(), 3, 2, "load")
+    assert (status.step, status.step_age_s, status.steps_done, status.done, status.total) == (None, None, 0, 10, 40)
+    writer.begin_step(17)
+    status = read_status(record)
+    assert status is not None
+    assert (status.phase, status.step) == ("step", 17)
+    assert status.step_age_s is not None
+    assert 0 <= status.step_age_s < 60
+    writer.end_step(5)
+    status = read_status(record)
+    assert status is not None
+    assert (status.phase, status.step, status.steps_done, status.live_requests) == ("ready", 17, 1, 5)
+    writer.end_reset()
+    status = read_status(record)
+    assert status is not None
+    assert status.live_requests == 0
+
+
+def test_layout_of_the_spec(tmp_path: Path) -> None:
+    record = create_status_file(tmp_path / "status")
+    writer = StatusWriter(epoch=3, threads=2)
+    writer.attach(tmp_path / "status")
+    writer.begin_step(9)
+    assert struct.unpack_from("<4sIIII", record, 0) == (b"RKST", 1, os.getpid(), 3, 2)
+    assert struct.unpack_from("<I", record, 24) == (PHASES.index("step"),)
+    assert struct.unpack_from("<Q", record, 40) == (9,)

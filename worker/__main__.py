@@ -1,0 +1,90 @@
+"""One rank: `python -m worker`, started by torchrun or by `workerctl up`, with the same options."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from worker.config import GangConfig, resolve, threads_of
+from worker.exit_codes import ExitCode, Failure
+from worker.options import Parser, add_gang_options
+from worker.processes import die_with_parent, refuse_core_dumps, started_at
+from worker.rank.place import Place, limit_threads
+from worker.run_files import RunFiles
+
+
+def main() -> NoReturn:
+    parser = Parser("python -m worker", "One rank of a gang; a launcher starts as many as tp x pp.")
+    add_gang_options(parser)
+    options = parser.parse_args()
+    environment = os.environ
+    trace = options.traceback or environment.get("RANKD_TRACEBACK") == "1"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which then ends its ranks in order
+    refuse_core_dumps()
+    try:
+        place = Place.from_environment(environment, os.getppid())
+    except ValueError as error:
+        leave(ExitCode.USAGE, str(error), error if trace else None)
+    try:
+        config = resolve(options, environment)
+        check_world_size(config, place)
+        files = RunFiles(config.name, environment, place.launch, place.epoch)
+        code = run_rank(config, place, files, trace)
+    except (ValueError, Failure) as error:
+        if place.local_rank and not place.spawned:
+            time.sleep(2)  # all ranks find the same: let the first say it before torchrun ends us all
+        quiet = place.local_rank > 0
+        code = getattr(error, "code", ExitCode.BAD_CONFIG)
+        leave(code, "" if quiet else str(error), error if trace else None)
+    leave(code)
+
+
+def run_rank(config: GangConfig, place: Place, files: RunFiles, trace: bool) -> ExitCode:
+    """Raises ValueError, or Failure if the coordinator could not be started."""
+    from worker.rank.coordinator_start import start_coordinator
+    from worker.rank.fault_points import FaultPoints
+    from worker.rank.parent_watch import ParentWatch
+    from worker.rank.process import run
+
+    fault_points = FaultPoints(os.environ.get("RANKD_FAULT", ""), place.rank)
+    limit_threads(threads_of(config, place.local_world_size))
+    watch = ParentWatch(files)
+    watch.add(place.parent, started_at(place.parent), "the launcher")
+    if place.local_rank:
+        die_with_parent()  # not the first rank of a host: someone has to sweep up
+    if not place.spawned and place.local_rank == 0:
+        start_coordinator(place, sys.argv[1:])
+    return run(config, place, files, watch, fault_points, trace=trace)
+
+
+def check_world_size(config: GangConfig, place: Place) -> None:
+    if place.world_size != place.local_world_size:
+        raise ValueError(
+            f"{place.local_world_size} of {place.world_size} ranks are on this host: a gang over several hosts is not "
+            "built yet"
+        )
+    if config.world_size != place.world_size:
+        raise ValueError(
+            f"-tp {config.tp} x -pp {config.pp} = {config.world_size} ranks, but the launcher started "
+            f"{place.world_size} (WORLD_SIZE); start it with --nproc-per-node {config.world_size}"
+        )
+
+
+def leave(code: ExitCode, message: str = "", traced: BaseException | None = None) -> NoReturn:
+    """Without the interpreter's own end, which waits for threads that may be stuck in torch."""
+    if traced is not None:
+        import traceback
+
+        traceback.print_exception(traced)
+    if message:
+        print(f"rankd: error: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""A gang's configuration, resolved once from the options and checked whole, before any process is started."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from worker.model_config import ModelConfig
+from worker.topology import Topology
+
+LONGEST_BY_DEFAULT = 8192
+CPU_SHARE = 0.2
+CPU_MOST_BY_DEFAULT = 1 << 30
+CUDA_SHARE = 0.9
+MAX_LOGPROBS = 20
+LIVE_REQUESTS_PER_ROW = 4
+FRAME_BYTES = 16 << 20  # soft limit of a frame, answered by a typed error
+HARD_FRAME_BYTES = 64 << 20  # of the socket, which just hangs up
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds."""
+
+    startup: float
+    step: float
+    drain: float
+    heartbeat: float
+    lease: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """How much memory a rank's KV cache may take: `explicit` bytes, or a `share` of memory.
+
+    On cpu it is a share of the host's free memory for the caches of all its ranks, at most `most` bytes a rank; on cuda
+    one of the device's memory, for weights and all else too.
+    """
+
+    explicit: int | None
+    share: float
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GangConfig:
+    """What every process of a gang is started with."""
+
+    name: str
+    model: Path
+    model_config: ModelConfig
+    tp: int
+    pp: int
+    partition: tuple[int, ...]
+    device: str  # "cpu" or "cuda"
+    dtype: str  # never "auto"
+    load_format: str
+    seed: int
+    block_size: int
+    kv: KvBudget
+    max_rows: int  # per step
+    max_tokens: int  # per step
+    max_model_len: int
+    max_model_len_given: bool  # then it is kept or refused; otherwise lowered to what the cache holds
+    max_steps_in_flight: int
+    cpu_threads: int | None
+    enforce_eager: bool
+    limits: Limits
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def max_requests(self) -> int:
+        """Running and preempted."""
+        return LIVE_REQUESTS_PER_ROW * self.max_rows
+
+    @property
+    def max_logprobs(self) -> int:
+        return min(MAX_LOGPROBS, self.model_config.vocab)
+
+    def topology(self, rank: int) -> Topology:
+        return Topology(rank, self.tp, self.pp, self.partition)
+
+
+def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> GangConfig:
+    """Raises ValueError, one line with the value and its bound, for whatever cannot be run."""
+    whole = {
+        "--tensor-parallel-size": options.tensor_parallel_size,
+        "--pipeline-parallel-size": options.pipeline_parallel_size,
+        "--block-size": options.block_size,
+        "--max-num-seqs": options.max_num_seqs,
+        "--max-num-batched-tokens": options.max_num_batched_tokens,
+        "--max-model-len": options.max_model_len,
+        "--max-steps-in-flight": options.max_steps_in_flight,
+        "--cpu-threads": options.cpu_threads,
+        "--kv-cache-memory-bytes": options.kv_cache_memory_bytes,
+    }
+    for name, value in whole.items():
+        if value is not None and not 1 <= value < 1 << (53 if "bytes" in name else 31):
+            raise ValueError(f"{name} is {value}, it must be at least 1 and an int32")
+    if not 0 <= options.seed < 1 << 53:
+        raise ValueError(f"--seed is {options.seed}, it must be from 0 to 2^53 - 1")
+    limits = _limits(options)
+    model = ModelConfig.from_folder(options.model)
+    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
+    topology = Topology.of(model, 0, tp, pp, options.pipeline_partition)
+    device = _device(options.device, environment)
+    steps = options.max_steps_in_flight or pp + 2
+    if steps < pp:
+        raise ValueError(f"--max-steps-in-flight is {steps}, it must be at least the {pp} stages, or some stay idle")
+    wanted = options.max_model_len
+    return GangConfig(
+        name=options.name,
+        model=options.model,
+        model_config=model,
+        tp=tp,
+        pp=pp,
+        partition=topology.partition,
+        device=device,
+        dtype=_dtype(options.dtype, model, device),
+        load_format=options.load_format,
+        seed=options.seed,
+        block_size=options.block_size,
+        kv=_kv_budget(options, device),
+        max_rows=options.max_num_seqs,
+        max_tokens=options.max_num_batched_tokens,
+        max_model_len=model.resolve_context(wanted or min(model.longest_context, LONGEST_BY_DEFAULT)),
+        max_model_len_given=wanted is not None,
+        max_steps_in_flight=steps,
+        cpu_threads=options.cpu_threads,
+        enforce_eager=options.enforce_eager,
+        limits=limits,
+    )
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    named = {
+        "startup": options.startup_timeout,
+        "step": options.step_timeout,
+        "drain": options.drain_timeout,
+        "heartbeat": options.heartbeat_interval,
+        "lease": options.lease_timeout,
+    }
+    for name, value in named.items():
+        least = 0.0 if name == "drain" else 0.05
+        if not least <= value <= 1e6:  # NaN is refused by this too
+            option = "--heartbeat-interval" if name == "heartbeat" else f"--{name}-timeout"
+            raise ValueError(f"{option} is {value:g} s, it must be from {least:g} to 1000000")
+    return Limits(**named)
+
+
+def _device(asked: str, environment: Mapping[str, str]) -> str:
+    """No torch here: a rank asks torch again, and refuses in the same way."""
+    driver = Path("/dev/nvidiactl").exists() and environment.get("CUDA_VISIBLE_DEVICES") != ""
+    if asked == "cuda" and not driver:
+        raise ValueError("--device is cuda, but this host shows no NVIDIA GPU (/dev/nvidiactl or CUDA_VISIBLE_DEVICES)")
+    if asked == "auto":
+        return "cuda" if driver and not metadata.version("torch").endswith("+cpu") else "cpu"
+    return asked
+
+
+def _dtype(asked: str, model: ModelConfig, device: str) -> str:
+    if asked == "auto":
+        # float16 is exact in float32, not in bfloat16
+        return "float32" if device == "cpu" and model.dtype == "float16" else model.dtype
+    if asked == "float16" and device == "cpu":
+        raise ValueError("--dtype is float16, which is not computed on cpu; float32 and bfloat16 are")
+    return asked
+
+
+def _kv_budget(options: argparse.Namespace, device: str) -> KvBudget:
+    share = options.gpu_memory_utilization
+    if share is not None and not (0 < share <= 1 and math.isfinite(share)):
+        raise ValueError(f"--gpu-memory-utilization is {share:g}, it must be above 0 and at most 1")
+    if device == "cpu":
+        most = CPU_MOST_BY_DEFAULT if share is None else None
+        return KvBudget(options.kv_cache_memory_bytes, share or CPU_SHARE, most)
+    return KvBudget(options.kv_cache_memory_bytes, share or CUDA_SHARE, None)
+
+
+def threads_of(config: GangConfig, ranks_here: int) -> int:
+    """CPU threads of each of `ranks_here` ranks on this host."""
+    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)

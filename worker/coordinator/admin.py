@@ -1,0 +1,82 @@
+"""Answers to `workerctl`, from what is known here and from the mapped status files: no rank is ever asked."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from worker.coordinator.gang import Gang, Rank
+from worker.coordinator.lease import Lease
+from worker.coordinator.relay import Relay
+from workerproto.codec import VERSION
+
+
+def status(gang: Gang, relay: Relay) -> dict[str, Any]:
+    """The object of `workerctl status --json`."""
+    config, holder, facts = gang.config, relay.holder, gang.facts
+    fault = gang.cause.fault if gang.cause else None
+    statuses = [one.status for one in gang.ranks]
+    live = max((status.live_requests for status in statuses if status), default=0)
+    return {
+        "name": config.name,
+        "state": str(gang.state),
+        "epoch": gang.epoch,
+        "uptime_s": round(time.monotonic() - gang.started, 3),
+        "protocol": VERSION,
+        "model": {
+            "path": str(config.model),
+            "architecture": config.model_config.architecture,
+            "dtype": config.dtype,
+            "max_model_len": facts.max_model_len if facts else None,
+        },
+        "parallel": {"tp": config.tp, "pp": config.pp, "partition": list(config.partition)},
+        "kv": None
+        if facts is None
+        else {name: getattr(facts.kv, name) for name in ("num_blocks", "block_size", "dtype")},
+        "scheduler": None if holder is None else _scheduler(holder),
+        "requests_live": live,
+        "last_fault": None
+        if fault is None
+        else {n: getattr(fault, n) for n in ("code", "rank", "phase", "step", "message")},
+        "ranks": [_rank(gang, one) for one in gang.ranks],
+    }
+
+
+def _scheduler(holder: Lease) -> dict[str, Any]:
+    return {
+        "client": holder.client,
+        "attached": holder.held,
+        "in_flight": holder.in_flight,
+        "silent_s": round(time.monotonic() - holder.heard, 3),
+    }
+
+
+def _rank(gang: Gang, one: Rank) -> dict[str, Any]:
+    place, status = gang.config.topology(one.rank), one.status
+    if one.gone:
+        state = "GONE"
+    elif one.hello is None:
+        state = "STARTING"
+    else:
+        state = "READY" if one.warm else "BRINGING_UP"
+    return {
+        "rank": one.rank,
+        "node": one.hello.node if one.hello else None,
+        "pid": one.hello.pid if one.hello else one.process.pid if one.process else None,
+        "tp": place.tp_rank,
+        "pp": place.pp_rank,
+        "device": one.present.device if one.present else None,
+        "state": state,
+        "phase": status.phase if status else one.phase,
+        "phase_s": round(status.phase_s, 3) if status else None,
+        "step": status.step if status else None,
+        "step_age_s": round(status.step_age_s, 3) if status and status.step_age_s is not None else None,
+        "steps_done": status.steps_done if status else 0,
+        "heartbeat_age_s": round(time.monotonic() - one.heard, 3),
+        "loaded": round(status.done / status.total, 3) if status and status.total else None,
+        "kv_bytes": one.warm.kv_bytes if one.warm else None,
+        "num_blocks": gang.kv.num_blocks if gang.kv else None,
+        "threads": one.present.threads if one.present else None,
+        "memory": {},
+        "memory_labels": {},
+    }

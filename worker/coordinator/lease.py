@@ -1,0 +1,101 @@
+"""Who drives the gang, and which frames are taken: the first tier of the wire, by header alone, without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from workerproto.codec import Header, WireError
+from workerproto.messages import ErrorCode, HeaderFlag, Kind
+from workerproto.states import LEASE, LeaseEvent, Machine, RemoteStateError
+from workerproto.states import Lease as LeaseState
+
+
+class Lease:
+    """One attachment of a scheduler. Times are seconds of the monotonic clock."""
+
+    __slots__ = ("_machine", "answered", "client", "expected", "heard", "identity", "in_flight", "number", "said")
+
+    def __init__(self, identity: bytes, number: int, client: str, now: float) -> None:
+        self.identity = identity
+        self.number = number
+        self.client = client
+        self.expected = 1  # sequence of the next ordered frame
+        self.answered = 0  # last sequence answered
+        self.in_flight = 0
+        self.heard = self.said = now
+        self._machine = Machine(LEASE, LeaseState.NONE)
+        self._machine.move(LeaseEvent.HELLO)
+
+    @property
+    def held(self) -> bool:
+        return self._machine.state is LeaseState.HELD
+
+    def welcome(self) -> None:
+        self._machine.move(LeaseEvent.WELCOME)
+
+    def end(self, event: LeaseEvent) -> None:
+        self._machine.move(event, RemoteStateError)
+
+    def judge_step(self, header: Header, epoch: int, credit: int, not_ready: str) -> None:
+        """Raises WireError: the frame counts as never sent. `not_ready`: the gang's state, or "" if READY."""
+        if header.epoch != epoch:
+            raise WireError(
+                ErrorCode.BAD_EPOCH,
+                f"epoch {header.epoch} is not the gang's, {epoch} is",
+                "epoch",
+                str(header.epoch),
+                str(epoch),
+            )
+        if header.kind is not Kind.STEP:
+            raise WireError(
+                ErrorCode.NOT_IMPLEMENTED, f"{header.kind.name} is not implemented", "kind", header.kind.name
+            )
+        if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
+            raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "flags", hex(header.flags))
+        if not_ready or not self.held:
+            state = not_ready or "not attached yet"
+            raise WireError(ErrorCode.NOT_READY, f"the gang takes no steps: it is {state}", "state", state, "READY")
+        if header.seq != self.expected:
+            raise WireError(
+                ErrorCode.BAD_SEQUENCE, f"sequence {header.seq} came, {self.expected} is next", "seq", str(header.seq),
+                str(self.expected),
+            )  # fmt: skip
+        if self.in_flight >= credit:
+            raise WireError(
+                ErrorCode.NO_CREDIT, f"{self.in_flight} steps are in flight, {credit} may be", "credit",
+                str(self.in_flight), str(credit),
+            )  # fmt: skip
+
+
+def judge_hello(header: Header, holder: Lease | None, identity: bytes, *, takeover: bool) -> None:
+    """Raises WireError if this Hello does not attach."""
+    if not header.lease or header.seq or header.epoch or header.flags:
+        raise WireError(
+            ErrorCode.BAD_HEADER,
+            "Hello names a lease other than 0, and 0 as epoch, sequence and flags",
+            "header",
+            str(header),
+        )
+    if holder is None:
+        return
+    if holder.identity == identity or holder.number == header.lease:
+        raise WireError(
+            ErrorCode.BAD_LEASE, f"lease {header.lease} or its socket is attached: each attachment takes new ones",
+            "lease", str(header.lease),
+        )  # fmt: skip
+    if not takeover:
+        raise WireError(
+            ErrorCode.LEASE_HELD,
+            f"client {holder.client!r} holds the gang",
+            "takeover",
+            "false",
+            "true, to end its lease",
+        )
+
+
+def judge_sender(header: Header, holder: Lease | None, identity: bytes, ended: Container[int]) -> Lease:
+    """The lease that the frame belongs to. Raises WireError for one that is not held by its sender."""
+    if holder is not None and holder.identity == identity and holder.number == header.lease:
+        return holder
+    code = ErrorCode.LEASE_ENDED if header.lease in ended else ErrorCode.BAD_LEASE
+    raise WireError(code, f"lease {header.lease} does not hold the gang", "lease", str(header.lease))

@@ -1,0 +1,242 @@
+"""The coordinator's process from its lock to its last unlink: what `workerctl up` runs in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+import msgspec
+import uvloop
+import zmq
+import zmq.asyncio
+
+from worker import gang_messages as gm
+from worker.config import HARD_FRAME_BYTES, GangConfig
+from worker.coordinator import admin, causes
+from worker.coordinator.gang import Gang
+from worker.coordinator.relay import Relay
+from worker.coordinator.spawn import RankProcess, spawn
+from worker.exit_codes import ExitCode, Failure
+from worker.processes import started_at
+from worker.rank.fault_points import check_faults
+from worker.rank.status_file import create_status_file
+from worker.run_files import Claim, NameInUse, RunFiles
+from workerproto.states import StateError
+
+LAST_WORDS_S = 1.0
+"""For what was sent to schedulers to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the ranks come. `agent`: torchrun's (pid, start tick); then they are adopted, else spawned with `arguments`.
+
+    `output` takes the ranks' stdout and stderr. `up` is called when connections are taken, `ready` at READY.
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    name: str  # of this launch, see run_files
+    epoch: int = 1
+    agent: tuple[int, int] | None = None
+    output: IO[bytes] | int = 2
+    up: Callable[[], None] = lambda: None
+    ready: Callable[[], None] = lambda: None
+
+
+def run(config: GangConfig, launch: Launch) -> ExitCode:
+    """Until the gang has ended; the first cause has then been said on stderr. Raises Failure or ValueError earlier."""
+    files = RunFiles(config.name, launch.environment, launch.name, launch.epoch)
+    check_faults(launch.environment.get("RANKD_FAULT", ""))
+    try:
+        claim = _claim(files, wait_s=5.0 if launch.epoch > 1 else 0.0)
+    except NameInUse as error:
+        raise Failure(
+            ExitCode.NAME_IN_USE,
+            f"the name {config.name!r} is in use in {files.folder.parent} by process {error.holder}; "
+            f"give another --name, or end that gang: workerctl down --name {config.name}",
+        ) from None
+    except OSError as error:
+        raise ValueError(f"run directory {files.folder} cannot be made: {error.strerror or error}") from None
+    try:
+        return uvloop.run(_Coordinator(config, launch, files).main())
+    finally:
+        claim.close()
+
+
+def _claim(files: RunFiles, wait_s: float) -> Claim:
+    """A gang that is restarted by torchrun may find the coordinator of the epoch before still saying its last words."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return Claim(files)
+        except NameInUse:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.05)
+
+
+def say(line: str) -> None:
+    """One line for a person; stderr may be gone with its terminal."""
+    with suppress(OSError):
+        print(f"rankd: {line}", file=sys.stderr, flush=True)
+
+
+class _Coordinator:
+    def __init__(self, config: GangConfig, launch: Launch, files: RunFiles) -> None:
+        self._config = config
+        self._launch = launch
+        self._files = files
+
+    async def main(self) -> ExitCode:
+        config, files = self._config, self._files
+        loop = self._loop = asyncio.get_running_loop()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        asynchronous = zmq.asyncio.Context(context)
+        records = [create_status_file(files.status(rank)) for rank in range(config.world_size)]
+        output_rank = config.world_size - config.tp
+        self._relay = relay = Relay(
+            context, files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease,
+            self._launch.epoch, self._relay_failed_there,
+        )  # fmt: skip
+        self._control = [
+            self._socket(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
+        ]
+        self._admin = self._socket(asynchronous, zmq.ROUTER, files.admin_endpoint)
+        self._gang = gang = Gang(config, self._launch.epoch, relay, records, self._send, say)
+        relay.start()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, gang.stop, signal.Signals(number).name)
+        tasks = [
+            asyncio.create_task(self._serve_admin()),
+            asyncio.create_task(self._tick()),
+            asyncio.create_task(self._announce()),
+            *(asyncio.create_task(self._listen(rank)) for rank in range(config.world_size)),
+        ]
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        self._bring_ranks()
+        self._launch.up()
+        code = await gang.ended
+        if gang.cause is not None:
+            _report(gang.cause)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        relay.close(LAST_WORDS_S)
+        for socket in (self._admin, *self._control):
+            socket.close(linger=100)
+        context.term()
+        return code
+
+    @staticmethod
+    def _socket(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+        socket = context.socket(kind)
+        socket.linger = 0
+        socket.maxmsgsize = HARD_FRAME_BYTES
+        socket.bind(endpoint)
+        return socket
+
+    def _bring_ranks(self) -> None:
+        launch, gang = self._launch, self._gang
+        if launch.agent is None:
+            processes = spawn(
+                self._config.world_size, launch.arguments, launch.environment, launch.epoch, launch.name, launch.output
+            )
+            for rank, process in enumerate(processes):
+                gang.watch(rank, process)
+            pids = ", ".join(str(process.pid) for process in processes)
+            say(f"gang {self._config.name!r}: started {len(processes)} ranks, processes {pids}")
+            return
+        pid, started = launch.agent
+        try:
+            agent = RankProcess(pid, started)
+        except ProcessLookupError:
+            return self._agent_gone()
+        agent.exited.add_done_callback(lambda _: self._agent_gone())
+
+    def _agent_gone(self) -> None:
+        self._gang.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
+
+    # Talking to ranks.
+
+    async def _listen(self, rank: int) -> None:
+        while True:
+            message = gm.decode_from_rank(await self._control[rank].recv())
+            if isinstance(message, gm.Hello):
+                self._send(rank, gm.Welcome(os.getpid(), started_at(os.getpid())))
+            self._gang.receive(rank, message)
+
+    def _send(self, rank: int, message: gm.ToRank) -> None:
+        with suppress(zmq.Again):  # a rank that is gone
+            zmq.Socket.send(self._control[rank], gm.encode(message), zmq.NOBLOCK)
+
+    # Talking to people.
+
+    async def _serve_admin(self) -> None:
+        while True:
+            identity, *frames = await self._admin.recv_multipart()
+            answer = json.dumps(self._answer(frames)).encode()
+            with suppress(zmq.ZMQError):
+                await self._admin.send_multipart([identity, answer], zmq.NOBLOCK)
+
+    def _answer(self, frames: list[bytes]) -> dict[str, object]:
+        try:
+            request = msgspec.json.decode(frames[0], type=dict[str, str]) if len(frames) == 1 else {}
+        except (msgspec.MsgspecError, RecursionError):
+            request = {}
+        match request.get("op"):
+            case "status":
+                return admin.status(self._gang, self._relay)
+            case "down":
+                self._gang.stop("workerctl down")
+                return {"stopping": True, "pid": os.getpid()}
+            case _:
+                return {"error": 'not a request: one frame of JSON, {"op": "status"} or {"op": "down"}'}
+
+    async def _announce(self) -> None:
+        await self._gang.ready
+        facts = self._gang.facts
+        assert facts is not None
+        seconds = time.monotonic() - self._gang.started
+        say(
+            f"READY in {seconds:.1f} s: gang {self._config.name!r}, {facts.model}, tp {facts.tp} x pp {facts.pp}, "
+            f"{self._config.dtype} on {self._config.device}, {facts.kv.num_blocks} blocks of {facts.kv.block_size}, "
+            f"up to {facts.max_model_len} positions; schedulers connect to {self._files.scheduler_endpoint}"
+        )
+        self._launch.ready()
+
+    # Watching.
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(min(0.5, self._config.limits.heartbeat))
+            self._gang.tick()
+
+    def _relay_failed_there(self, error: BaseException) -> None:
+        """On the relay's thread."""
+        self._loop.call_soon_threadsafe(self._relay_failed, error)
+
+    def _relay_failed(self, error: BaseException) -> None:
+        self._gang.fail(causes.own(ExitCode.DISAGREEMENT, f"relay: {type(error).__name__}: {error}"))
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            code = ExitCode.DISAGREEMENT if isinstance(error, msgspec.MsgspecError | StateError) else ExitCode.STEP
+            self._gang.fail(causes.own(code, f"coordinator: {type(error).__name__}: {error}"))
+
+
+def _report(cause: causes.Cause) -> None:
+    """The first cause first: one line, and what it rests on below."""
+    say(f"error: {cause.line} (exit code {cause.fault.code})")
+    if cause.fault.traceback:
+        with suppress(OSError):
+            print(cause.fault.traceback.rstrip(), file=sys.stderr, flush=True)

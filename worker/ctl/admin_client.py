@@ -1,0 +1,36 @@
+"""One question to a coordinator, with a limit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import zmq
+
+from worker.exit_codes import ExitCode, Failure
+from worker.run_files import RunFiles, lock_holder
+
+PATIENCE_S = 2.0
+NO_SUCH_GANG = 3  # of `status` and `down` alone
+
+
+class NoSuchGang(Exception):
+    """Nobody holds the name."""
+
+
+def ask(files: RunFiles, operation: str) -> dict[str, Any]:
+    """Raises NoSuchGang, or Failure(LIMIT) if the coordinator lives and does not answer."""
+    holder = lock_holder(files)
+    if holder is None:  # not by connecting: to a stale socket one can even send
+        raise NoSuchGang(f"there is no gang {files.folder.name!r} in {files.folder.parent}")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(files.admin_endpoint)
+        socket.send(json.dumps({"op": operation}).encode())
+        if not socket.poll(int(PATIENCE_S * 1000)):
+            if lock_holder(files) is None:
+                raise NoSuchGang(f"gang {files.folder.name!r} has just ended")
+            who = f"the coordinator of {files.folder.name!r}, process {holder},"
+            raise Failure(ExitCode.LIMIT, f"{who} does not answer within {PATIENCE_S:g} s")
+        answer: dict[str, Any] = json.loads(socket.recv())
+    return answer

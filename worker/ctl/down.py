@@ -1,0 +1,37 @@
+"""`workerctl down`: the gang ends in order; returns once nothing of it is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
+from worker.exit_codes import ExitCode, Failure
+from worker.options import Parser
+from worker.run_files import RunFiles, lock_holder
+from workerproto.rundir import DEFAULT_NAME
+
+
+def down(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """0 once it is gone, 3 if there is none. Raises Failure(LIMIT)."""
+    parser = Parser("workerctl down", "End a gang: steps in flight first, within its --drain-timeout.")
+    parser.add_argument("--name", default=DEFAULT_NAME)
+    parser.add_argument(
+        "--timeout", type=float, default=60, metavar="SECONDS", help="to wait for its end (%(default)s)"
+    )
+    parser.add_argument("--traceback", action="store_true")
+    options = parser.parse_args(arguments)
+    files = RunFiles(options.name, environment)
+    try:
+        pid = ask(files, "down")["pid"]
+    except NoSuchGang as error:
+        print(f"rankd: error: {error}", file=sys.stderr)
+        return NO_SUCH_GANG
+    deadline = time.monotonic() + options.timeout
+    while lock_holder(files) == pid:
+        if time.monotonic() > deadline:
+            limit = f"{options.timeout:g} s"
+            raise Failure(ExitCode.LIMIT, f"gang {options.name!r} (process {pid}) has not ended within {limit}")
+        time.sleep(0.02)
+    return ExitCode.OK

@@ -1,0 +1,83 @@
+"""Options of a gang, the same for `workerctl up` and `python -m worker`, with the names that vLLM users know."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from worker.exit_codes import ExitCode
+from workerproto.rundir import DEFAULT_NAME
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DEVICES = ("auto", "cuda", "cpu")
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake is one line and exit code 64; no abbreviations, which would break as options are added."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"rankd: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE)
+
+
+def add_gang_options(parser: argparse.ArgumentParser) -> None:
+    """Everything that `config.resolve` reads."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder: config.json and safetensors")
+    add("--name", default=DEFAULT_NAME, help="by which schedulers and workerctl find the gang (%(default)s)")
+    add("--tensor-parallel-size", "-tp", type=int, default=1, metavar="T", help="ranks that share each layer")
+    add("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="P", help="stages that share the layers")
+    add(
+        "--pipeline-partition", type=integers, metavar="N,N,…", help="layers of each stage; default: as even as it goes"
+    )
+    add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU")
+    add("--dtype", choices=DTYPES, default="auto", help="auto: that of config.json, if the device computes it")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no checkpoint needed")
+    add("--seed", type=int, default=0, help="of dummy weights")
+    add("--block-size", type=int, default=16, metavar="POSITIONS", help="of a block of KV cache (%(default)s)")
+    add("--kv-cache-memory-bytes", type=byte_count, metavar="BYTES", help="KV cache of each rank, e.g. 512MiB")
+    add(
+        "--gpu-memory-utilization", type=float, metavar="SHARE",
+        help="share of the device's memory for everything (0.9); on cpu, of the host's free memory for the KV caches "
+        "of all its ranks (0.2, but at most 1 GiB a rank)",
+    )  # fmt: skip
+    add("--max-num-seqs", type=int, default=256, metavar="ROWS", help="rows of a step (%(default)s)")
+    add("--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="tokens of a step (%(default)s)")
+    add("--max-model-len", type=int, metavar="POSITIONS", help="of a request; default: as many as can be, up to 8192")
+    add("--max-steps-in-flight", type=int, metavar="STEPS", help="default: stages + 2")
+    add("--cpu-threads", type=int, metavar="N", help="of each rank; default: the host's cores divided by its ranks")
+    add("--enforce-eager", action="store_true", help="capture no graphs (on cpu there are none)")
+    limits = parser.add_argument_group("limits, in seconds")
+    limits.add_argument("--startup-timeout", type=float, default=600, help="until READY (%(default)s)")
+    limits.add_argument("--step-timeout", type=float, default=300, help="of the oldest step in flight (%(default)s)")
+    limits.add_argument("--drain-timeout", type=float, default=10, help="of steps in flight at the end (%(default)s)")
+    limits.add_argument("--heartbeat-interval", type=float, default=1, help="of each rank (%(default)s)")
+    limits.add_argument("--lease-timeout", type=float, default=10, help="for a scheduler that is silent (%(default)s)")
+    add("--traceback", action="store_true", help="on an error print its traceback too (or RANKD_TRACEBACK=1)")
+
+
+def byte_count(text: str) -> int:
+    """`512MiB`, `2GiB`, `1.5G`, `1000000`: K, M, G, T are powers of 1024 with an i or without."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1073741824, 512MiB or 2GiB")
+    power = _POWERS[(match[2] or "")[:1].lower()]
+    return int(float(match[1]) * 1024**power)
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """`3,4` -> (3, 4)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 3,4") from None

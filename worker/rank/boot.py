@@ -1,0 +1,184 @@
+"""Bring-up of a rank, on the compute thread, in one order; each step stands where it does for the reason beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import psutil
+import torch
+import zmq
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch does not list them in __all__
+
+from worker.config import GangConfig
+from worker.execution.model_runner import ModelRunner
+from worker.execution.runner import Profile, RunnerConfig
+from worker.exit_codes import ExitCode, Failure
+from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Present, Proceed, Warm
+from worker.parallel.groups import Groups, make_groups
+from worker.rank.control import Control
+from worker.rank.fault_points import FaultPoints
+from worker.rank.place import Place
+from worker.rank.status_file import StatusWriter
+from worker.rank.step_loop import StepLoop
+from worker.weights import load_weights, open_weights
+from workerproto.codec import VERSION
+from workerproto.steps import StepLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a bring-up works with, from the main thread. `deadline`: monotonic seconds, of READY."""
+
+    config: GangConfig
+    place: Place
+    threads: int
+    control: Control
+    status: StatusWriter
+    fault_points: FaultPoints
+    steps: Callable[[], zmq.Socket[bytes]]
+    deadline: float
+
+    def enter(self, phase: str) -> None:
+        self.status.enter(phase)
+        self.control.report(Phase(phase))
+        self.fault_points.reach(phase)
+
+
+def bring_up(seat: Seat) -> StepLoop:
+    """Everything from the device to READY. Raises what the user can mend as ValueError or Failure."""
+    config, place = seat.config, seat.place
+    topology = config.topology(place.rank)
+    seat.fault_points.reach("boot")
+    torch.set_num_threads(seat.threads)
+    device = _device(config, place)  # first: everything later allocates on it
+    dtype = getattr(torch, config.dtype)
+    groups = _meet(seat, device, dtype)  # before any memory is measured: communicators belong to the baseline
+    torch.manual_seed(config.seed)
+
+    runner = ModelRunner(config.model_config, topology, _runner_config(config, device, dtype), groups)
+    seat.enter("load")
+    began = time.perf_counter()
+    weights = open_weights(config.model, config.load_format, config.seed)
+    loaded: list[object] = []
+    runner.load(lambda model: loaded.append(load_weights(model, weights, seat.status.progress)))
+    seat.control.report(Loaded(int(str(loaded[0])), time.perf_counter() - began))
+
+    seat.enter("profile")
+    profile = runner.profile() if device.type == "cuda" else None
+    most = runner.block_bytes * (config.max_rows * -(-config.max_model_len // config.block_size) + 1)
+    available = _kv_bytes(config, place, device, profile, most)
+    seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))
+    agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
+
+    seat.enter("kv")
+    if agreed.num_blocks > runner.num_blocks(available):
+        raise Failure(
+            ExitCode.DISAGREEMENT,
+            f"{agreed.num_blocks} blocks are asked for, {runner.num_blocks(available)} were offered",
+        )
+    runner.allocate(agreed.num_blocks)
+    seat.enter("warmup")
+    began = time.perf_counter()
+    runner.capture()
+    torch.manual_seed(config.seed)  # warming up has drawn from it
+    loop = StepLoop(
+        seat.steps(), runner, step_limits(config, agreed), place.epoch, is_output=topology.is_output,
+        status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
+    )  # fmt: skip
+    seat.status.enter("ready")
+    seat.control.report(Phase("ready"))
+    kv_bytes = runner.block_bytes * (agreed.num_blocks + 1)
+    seat.control.report(Warm(kv_bytes, time.perf_counter() - began))
+    return loop
+
+
+def step_limits(config: GangConfig, agreed: KvConfig) -> StepLimits:
+    return StepLimits(
+        agreed.num_blocks, config.block_size, config.model_config.vocab, agreed.max_model_len, config.max_tokens,
+        config.max_rows, config.max_requests, config.max_logprobs,
+    )  # fmt: skip
+
+
+def _device(config: GangConfig, place: Place) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.local_rank >= count:
+        seen = f"torch {torch.__version__} sees {count} devices"
+        raise ValueError(f"--device is cuda, but {seen}: none for local rank {place.local_rank}")
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    if config.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"--dtype is bfloat16, which {name} has not: its compute capability is below 8.0")
+    return device
+
+
+def _meet(seat: Seat, device: torch.device, dtype: torch.dtype) -> Groups:
+    """Roll-call through the coordinator, which knows who is missing, and only then the store, which does not."""
+    config, place = seat.config, seat.place
+    seat.enter("rendezvous")
+    facts = {
+        "protocol": str(VERSION),
+        "torch": str(torch.__version__),
+        "tp x pp": f"{config.tp} x {config.pp}",
+        "layers of the stages": ", ".join(map(str, config.partition)),
+        "config.json": hashlib.sha256((config.model / "config.json").read_bytes()).hexdigest()[:16],
+        "dtype": config.dtype,
+        "device": device.type,
+        "block size": str(config.block_size),
+        "rows, tokens, positions": f"{config.max_rows}, {config.max_tokens}, {config.max_model_len}",
+        "load format": f"{config.load_format}, seed {config.seed}",
+    }
+    seat.control.report(Present(facts, str(device), torch.get_num_threads()))
+    seat.control.wait_for(Proceed, seat.deadline, "the end of the roll-call")
+    groups = make_groups(
+        config.topology(place.rank), _store(seat), device, timedelta(seconds=config.limits.step),
+        interface="lo" if place.on_loopback else None,
+    )  # fmt: skip
+    groups.exercise(device, dtype)
+    return groups
+
+
+def _store(seat: Seat) -> Store | None:
+    place = seat.place
+    if place.world_size == 1:
+        return None
+    left = timedelta(seconds=max(1.0, seat.deadline - time.monotonic()))
+    serves = place.rank == 0 and not place.agent_store
+    tcp = partial(TCPStore, place.store_host, place.store_port, is_master=serves, timeout=left, wait_for_workers=False)
+    # On a socket that is bound already nobody else can take the port, and nothing listens beyond loopback.
+    store = tcp(master_listen_fd=place.store_fd) if serves and place.store_fd is not None else tcp()
+    return PrefixStore(f"rankd/{place.epoch}", store)
+
+
+def _runner_config(config: GangConfig, device: torch.device, dtype: torch.dtype) -> RunnerConfig:
+    return RunnerConfig(
+        dtype=dtype,
+        device=device,
+        block_size=config.block_size,
+        max_batched_tokens=config.max_tokens,
+        max_rows=config.max_rows,
+        max_requests=config.max_requests,
+        max_model_len=config.max_model_len,
+        max_steps_in_flight=config.max_steps_in_flight,
+        max_logprobs=config.max_logprobs,
+    )
+
+
+def _kv_bytes(config: GangConfig, place: Place, device: torch.device, profile: Profile | None, useful: int) -> int:
+    """`useful`: with so much every row of a step can be as long as may be; on cpu more is not taken unasked."""
+    kv = config.kv
+    if kv.explicit is not None:
+        return kv.explicit
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        peak = profile.peak_bytes if profile else 0
+        return max(0, int(total * kv.share) - (total - free) - peak)
+    share = int(psutil.virtual_memory().available * kv.share / place.local_world_size)
+    return share if kv.most is None else min(share, kv.most, useful)

@@ -1,0 +1,148 @@
+"""A rank's main thread: alive from before torch is imported until the last byte, and never inside torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import uvloop
+import zmq
+
+from worker.config import GangConfig, threads_of
+from worker.exit_codes import ExitCode
+from worker.gang_messages import Heartbeat, Hello, RankFault, Stop, StopAsked, ToRank, Welcome
+from worker.processes import started_at
+from worker.rank.control import Control
+from worker.rank.fault_points import FaultPoints
+from worker.rank.faults import describe, write_error_file
+from worker.rank.parent_watch import ParentWatch
+from worker.rank.place import Place
+from worker.rank.status_file import StatusWriter
+from worker.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from worker.rank.step_loop import StepLoop  # imports torch, which is the compute thread's to do
+
+STOP_GRACE_S = 20.0
+"""After a SIGTERM: as long as torchrun may wait before it kills (30 s), with room; the coordinator is quicker."""
+
+
+def run(
+    config: GangConfig, place: Place, files: RunFiles, watch: ParentWatch, fault_points: FaultPoints, *, trace: bool
+) -> ExitCode:
+    """The life of a rank. The process must then leave by `os._exit`: a thread may be stuck inside torch for good."""
+    return uvloop.run(_RankProcess(config, place, files, watch, fault_points, trace).main())
+
+
+class _RankProcess:
+    def __init__(
+        self,
+        config: GangConfig,
+        place: Place,
+        files: RunFiles,
+        watch: ParentWatch,
+        fault_points: FaultPoints,
+        trace: bool,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._files = files
+        self._watch = watch
+        self._fault_points = fault_points
+        self._trace = trace
+        self._threads = threads_of(config, place.local_world_size)
+        self._status = StatusWriter(place.epoch, self._threads)
+        self._steps: StepLoop | None = None
+        self._welcomed = False
+        self._deadline = time.monotonic() + config.limits.startup
+
+    async def main(self) -> ExitCode:
+        loop = self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[ExitCode] = loop.create_future()
+        self._control = Control(self._files.control_endpoint(self._place.rank))
+        loop.add_signal_handler(signal.SIGTERM, self._asked_to_stop)
+        await self._control.send(self._hello())
+        tasks = [asyncio.create_task(self._control.receive(self._handle)), asyncio.create_task(self._beat())]
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        threading.Thread(target=self._compute, name="compute", daemon=True).start()
+        code = await self._end
+        self._watch.expect_ends()
+        for task in tasks:
+            task.cancel()
+        self._control.close()
+        return code
+
+    def _hello(self) -> Hello:
+        place, pid = self._place, os.getpid()
+        return Hello(place.rank, place.world_size, socket.gethostname(), pid, started_at(pid), place.parent)
+
+    def _handle(self, message: ToRank) -> None:
+        if isinstance(message, Welcome):
+            self._welcomed = True
+            self._status.attach(self._files.status(self._place.rank))
+            self._watch.add(message.pid, message.started, "the coordinator")
+        elif isinstance(message, Stop):
+            self._finish(ExitCode(message.code))
+
+    def _asked_to_stop(self) -> None:
+        self._control.report(StopAsked("SIGTERM"))
+        # Without a coordinator there is no gang yet that would have to end in order.
+        self._loop.call_later(STOP_GRACE_S if self._welcomed else 0, self._finish, ExitCode.OK)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.limits.heartbeat)
+            await self._control.send(Heartbeat(self._steps.digests if self._steps else []))
+
+    def _compute(self) -> None:
+        """The compute thread: everything in torch, its import included."""
+        try:
+            from worker.rank.boot import Seat, bring_up
+
+            seat = Seat(
+                self._config, self._place, self._threads, self._control, self._status, self._fault_points,
+                self._step_socket, self._deadline,
+            )  # fmt: skip
+            self._steps = bring_up(seat)
+            self._steps.run()
+            self._status.enter("stopped")
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._loop.call_soon_threadsafe(self._finish, ExitCode.OK)
+
+    def _step_socket(self) -> zmq.Socket[bytes]:
+        steps: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        steps.linger = 0
+        steps.connect(self._files.steps_endpoint(self._place.rank))
+        return steps
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _finish(self, code: ExitCode) -> None:
+        if not self._end.done():
+            self._end.set_result(code)
+
+    def _fail(self, error: BaseException) -> None:
+        """The end by an exception, from any thread; of no interest once the end has begun."""
+        if self._end.done():
+            return
+        status = self._status
+        fault = describe(error, status.phase, status.step, always_trace=self._trace)
+        if self._place.error_file:
+            write_error_file(self._place.error_file, fault)
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._tell(fault)))
+
+    async def _tell(self, fault: RankFault) -> None:
+        if self._end.done():
+            return
+        await self._control.send(fault)
+        self._finish(ExitCode(fault.code))

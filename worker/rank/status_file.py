@@ -1,0 +1,112 @@
+"""The mapped status file of a rank: what it does now, readable while it is stuck, by anyone on its host.
+
+    magic[4] version:u32 pid:u32 epoch:u32 threads:u32 0:u32                                           offset 0
+    phase:u32 0:u32 phase_since:f64 step:u64 step_since:f64 steps_done:u64 live_requests:u64           offset 24
+    done:u64 total:u64                                  bytes of weights, while loading                offset 72
+
+Little-endian; times are seconds of the host's monotonic clock; `phase` counts in PHASES; `step` is a gang sequence.
+Written without a lock: a reader may see one field a step older than its neighbour, and never waits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PHASES = ("boot", "rendezvous", "load", "profile", "kv", "warmup", "ready", "step", "reset", "stopped")
+SIZE = 128
+
+_MAGIC = b"RKST"
+_VERSION = 1
+_FIXED = struct.Struct("<4sIIIII")
+_NOW = struct.Struct("<IIdQdQQ")
+_PROGRESS = struct.Struct("<QQ")
+_READY, _STEP = PHASES.index("ready"), PHASES.index("step")
+
+
+class StatusWriter:
+    """Written by the compute thread alone. Before `attach` it keeps the record to itself."""
+
+    def __init__(self, epoch: int, threads: int) -> None:
+        self._record: bytearray | mmap.mmap = bytearray(SIZE)
+        self.phase = PHASES[0]
+        self.step: int | None = None
+        self.steps_done = 0
+        self._live = 0
+        self._step_since = 0.0
+        _FIXED.pack_into(self._record, 0, _MAGIC, _VERSION, os.getpid(), epoch, threads, 0)
+        self.enter(PHASES[0])
+
+    def attach(self, path: Path) -> None:
+        """Go on in the file, which the coordinator has made (SIZE bytes)."""
+        with open(path, "r+b") as file:
+            mapped = mmap.mmap(file.fileno(), SIZE)
+        mapped[:] = bytes(self._record)
+        self._record = mapped
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self._write(PHASES.index(phase), time.monotonic())
+
+    def begin_step(self, sequence: int) -> None:
+        self.phase, self.step = "step", sequence
+        self._step_since = now = time.monotonic()
+        self._write(_STEP, now)
+
+    def end_step(self, live_requests: int) -> None:
+        self.phase = "ready"
+        self.steps_done += 1
+        self._live = live_requests
+        self._write(_READY, time.monotonic())
+
+    def end_reset(self) -> None:
+        self._live = 0
+        self.enter("ready")
+
+    def progress(self, done: int, total: int) -> None:
+        _PROGRESS.pack_into(self._record, 72, done, total)
+
+    def _write(self, phase: int, since: float) -> None:
+        _NOW.pack_into(self._record, 24, phase, 0, since, self.step or 0, self._step_since, self.steps_done, self._live)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One reading. Ages in seconds; `step` None before the first."""
+
+    pid: int
+    epoch: int
+    threads: int
+    phase: str
+    phase_s: float
+    step: int | None
+    step_age_s: float | None
+    steps_done: int
+    live_requests: int
+    done: int
+    total: int
+
+
+def read_status(record: bytes | mmap.mmap) -> RankStatus | None:
+    """None if the rank has not written yet, or writes another version."""
+    magic, version, pid, epoch, threads, _ = _FIXED.unpack_from(record, 0)
+    if magic != _MAGIC or version != _VERSION:
+        return None
+    phase, _, since, step, step_since, done_steps, live = _NOW.unpack_from(record, 24)
+    done, total = _PROGRESS.unpack_from(record, 72)
+    now = time.monotonic()
+    return RankStatus(
+        pid, epoch, threads, PHASES[phase], max(0.0, now - since), step or None,
+        max(0.0, now - step_since) if step else None, done_steps, live, done, total,
+    )  # fmt: skip
+
+
+def create_status_file(path: Path) -> mmap.mmap:
+    """By the coordinator, who alone makes and unlinks files."""
+    with open(path, "w+b") as file:
+        file.truncate(SIZE)
+        return mmap.mmap(file.fileno(), SIZE)
