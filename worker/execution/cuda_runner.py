@@ -33,7 +33,7 @@ from worker.execution.sampler import DeviceLogprobs, SamplingRows, draw_, finite
 from worker.execution.slots import Int32Array, Int64Array
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
-from worker.layers.cuda_attention import CudaPlan, DecodePlan, PrefillPlan
+from worker.layers.cuda_attention import MOST_STEPS_IN_FLIGHT, CudaPlan, DecodePlan, PrefillPlan
 from worker.layers.launch import Launcher, blocks
 from worker.model_config import ModelConfig
 from worker.parallel.groups import Groups
@@ -77,6 +77,10 @@ class CudaRunner(ModelRunner):
     """See `Runner`."""
 
     def __init__(self, model_config: ModelConfig, topology: Topology, config: RunnerConfig, groups: Groups) -> None:
+        if config.max_steps_in_flight > MOST_STEPS_IN_FLIGHT:
+            raise ValueError(
+                f"max_steps_in_flight is {config.max_steps_in_flight}, on CUDA at most {MOST_STEPS_IN_FLIGHT}"
+            )
         super().__init__(model_config, topology, config, groups)
         width = -(-config.max_model_len // config.block_size)
         size = packet_capacity(config.max_batched_tokens, config.max_rows, width)

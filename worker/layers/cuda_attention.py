@@ -22,6 +22,8 @@ from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
 from worker.layers.launch import Launcher
 
+MOST_STEPS_IN_FLIGHT = 8  # plans that keep their memory at a time; see `Prefill`
+
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
@@ -38,7 +40,7 @@ class PrefillPlan(Protocol):
 
 
 class Prefill(Protocol):
-    """Attention of rows of several queries."""
+    """Attention of rows of several queries. A plan is good until MOST_STEPS_IN_FLIGHT further ones were made."""
 
     name: str
 

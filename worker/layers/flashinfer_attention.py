@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.layers.attention import Rows
+from worker.layers.cuda_attention import MOST_STEPS_IN_FLIGHT
 
 _WORKSPACE_BYTES = 128 << 20
-STEPS_IN_FLIGHT = 8  # at most; more would let a plan overwrite one that has not been used
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class FlashInferPrefill:
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.wrappers = [
             flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
-            for _ in range(STEPS_IN_FLIGHT)
+            for _ in range(MOST_STEPS_IN_FLIGHT)
         ]
         self.planned = 0
 
     def plan(self, rows: Rows) -> FlashInferPlan:
-        wrapper = self.wrappers[self.planned % STEPS_IN_FLIGHT]
+        wrapper = self.wrappers[self.planned % MOST_STEPS_IN_FLIGHT]
         self.planned += 1
         ends = rows.positions + rows.counts
         blocks = -(-ends // rows.block_size)

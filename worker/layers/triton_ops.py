@@ -97,12 +97,12 @@ class SmallProduct:
                 rows: Launcher(few, weight.device, rows, *sizes, self.few_out, block_in)
                 for rows, most in _FEW_ROWS.items() if weight.nbytes <= most
             }  # fmt: skip
-        self.some_out = 64 if self.outputs >= 16384 else 32 if self.outputs >= 4096 else 16
-        block_in = 256 if self.some_out == 16 else 128
-        if self.outputs % self.some_out == 0 and inputs % block_in == 0 and inputs <= 2 * self.outputs:
-            stages = 4 if self.some_out == 32 else 3
+        self.some_out, stages = (64, 3) if self.outputs >= 16384 else (32, 4)
+        # With fewer outputs there are fewer programs than multiprocessors, with more inputs cuBLAS splits them better.
+        fills = self.outputs >= 4096 and inputs <= 2 * self.outputs
+        if fills and self.outputs % self.some_out == 0 and inputs % 128 == 0:
             some = kernels.some_rows_product
-            self.some = Launcher(some, weight.device, *sizes, self.some_out, block_in, num_stages=stages)
+            self.some = Launcher(some, weight.device, *sizes, self.some_out, 128, num_stages=stages)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.shape[0]
