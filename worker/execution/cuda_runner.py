@@ -64,7 +64,8 @@ class _Pending:
 
     def wait(self) -> StepOutput:
         self.packets.ready[self.turn].synchronize()
-        tokens, nonfinite = self.packets.outbox(self.turn)[:, self.places]  # a copy
+        sampled, unsound = self.packets.outbox(self.turn)
+        tokens, nonfinite = sampled[self.places], unsound[self.places]  # copies, before the turn is another step's
         microseconds = 1000 * self.packets.began[self.turn].elapsed_time(self.packets.ended[self.turn])
         self.packets.release(self.turn)
         logprobs = None if self.logprobs is None else self.logprobs.on_host()
