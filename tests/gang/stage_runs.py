@@ -112,7 +112,7 @@ def run_workload(runner: ModelRunner, *, injected: bool = False) -> Record:
         output = runner.execute(step, validator.table)
         assert (output is not None) == runner.topology.is_output
         if output is not None:
-            note(record, step, output, request_of, histories)
+            note(record, step, output.wait(), request_of, histories)
     set_logits(model, honest)
     assert validator.live_requests == 0
     runner.reset()

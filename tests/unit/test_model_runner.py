@@ -52,7 +52,7 @@ def test_inputs_come_from_prompt_feedback_and_scheduler() -> None:
     inputs = inputs_of(first, query_start(first), slots)
     assert inputs.known.tolist() == [30, 31, 10, 11, 12, 20, 21]
     assert inputs.needed == -1
-    samples = samples_of(first, query_start(first))
+    samples = samples_of(first, query_start(first)[1:])
     assert (samples.places.tolist(), samples.slots.tolist(), samples.positions.tolist()) == ([4, 6], [0, 2], [3, 2])
     slots.sampled(1, samples.slots, samples.positions)
 

@@ -78,7 +78,8 @@ def inputs_of(step: AcceptedStep, query_start: Int32Array, slots: RequestSlots) 
     return Inputs(known, query_start[:-1][sampled].astype(np.int64), read, needed)
 
 
-def samples_of(step: AcceptedStep, query_start: Int32Array) -> Samples:
+def samples_of(step: AcceptedStep, row_ends: Int32Array) -> Samples:
+    """row_ends: int32 [rows], one past each row's last token."""
     rows = step.sampled_rows
     positions = step.positions[rows] + step.counts[rows]
-    return Samples(query_start[1:][rows].astype(np.int64) - 1, step.slots[rows], positions)
+    return Samples(row_ends[rows].astype(np.int64) - 1, step.slots[rows], positions)

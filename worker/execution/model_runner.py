@@ -1,4 +1,5 @@
-"""A rank's share of every step, on a torch device whose results are ready when the call returns."""
+"""A rank's share of every step, on a torch device whose results are ready when the call returns; `cuda_runner` builds
+on it for the other kind."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from worker.execution import dummy
 from worker.execution.batch import Inputs, Samples, inputs_of, rows_of, samples_of
-from worker.execution.runner import BlockTable, Profile, RunnerConfig, StepOutput, StepTimings
+from worker.execution.runner import BlockTable, PendingOutput, Profile, RunnerConfig, StepOutput, StepTimings
 from worker.execution.sampler import Logprobs, Sampled, SamplingRows, sample
 from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
@@ -34,7 +35,8 @@ class ModelRunner:
         self.model_config, self.topology, self.config, self.groups = model_config, topology, config, groups
         self.group = groups.tensor_parallel
         self.slots = RequestSlots(config.max_requests)
-        self.last_tokens = torch.zeros(config.max_requests, dtype=torch.int64, device=config.device)
+        # One more for what is sampled for nobody.
+        self.last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=config.device)
         self.model: Decoder
         self.caches: list[Tensor] = []
         self._open_hops()
@@ -60,6 +62,11 @@ class ModelRunner:
         config = self.config
         self.model = build_model(self.model_config, self.topology, config.dtype, config.device, self.group)
         fill(self.model)
+
+    @property
+    def kernels(self) -> str:
+        """Which attention is used, for people. After load."""
+        return self.model.backend.name
 
     @property
     def kv_shape(self) -> KVCacheShape:
@@ -99,7 +106,10 @@ class ModelRunner:
         hidden = self.model.forward(hidden, self._attention(rows), caches)
         if self.topology.is_last_stage:
             sampled = min(config.max_rows, tokens)
-            self._sample(hidden[:sampled], dummy.dearest_sampling(sampled, config.max_logprobs))
+            self._rehearse_sampling(hidden[:sampled], dummy.dearest_sampling(sampled, config.max_logprobs))
+
+    def _rehearse_sampling(self, hidden: Tensor, sampling: SamplingRows) -> None:
+        self._sample(hidden, sampling)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
@@ -110,24 +120,26 @@ class ModelRunner:
         padding = self.caches[0].shape[0] - 1
         table = dummy.padding_table(self.config, padding)
         for step in dummy.warm_up_steps(self.config):
-            self.execute(step, table)
+            output = self.execute(step, table)
+            if output is not None:
+                output.wait()
         self.reset()
 
     # A step.
 
     @torch.inference_mode()
-    def execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput | None:
+    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput | None:
         self.slots.apply(step)
-        output = StepOutput(step.sequence)
+        output: PendingOutput = StepOutput(step.sequence)
         if step.num_rows:
             output = self._execute(step, table)
         return output if self.topology.is_output else None
 
-    def _execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput:
+    def _execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
         if self.hidden_in:
             self.hidden_in.post(step.sequence, step.num_tokens)
         rows = rows_of(step, table.blocks, self.config.block_size)
-        samples = samples_of(step, rows.query_start)
+        samples = samples_of(step, rows.query_start[1:])
         inputs = inputs_of(step, rows.query_start, self.slots) if self.topology.is_first_stage else None
         batch = self._attention(rows)
         sampling = self.slots.sampling(samples.slots, samples.positions)

@@ -28,6 +28,7 @@ class RunnerConfig:
     max_model_len: int  # positions
     max_steps_in_flight: int
     max_logprobs: int = 20
+    max_graph_rows: int = 256  # CUDA: decode steps up to this size are captured; 0 captures none
 
     def __post_init__(self) -> None:
         least = {"block_size": 1, "max_batched_tokens": 1, "max_rows": 1, "max_requests": 1, "max_model_len": 1}
@@ -64,6 +65,18 @@ class StepOutput:
     logprobs: Logprobs | None = None
     timings: StepTimings = StepTimings()
 
+    def wait(self) -> StepOutput:
+        """Itself: see `PendingOutput`."""
+        return self
+
+
+class PendingOutput(Protocol):
+    """A step that was launched. On a device whose work is done when `execute` returns, it is the output itself."""
+
+    def wait(self) -> StepOutput:
+        """Once, from any one thread, in the order of the steps: blocks until the device is done and its results are on
+        the host."""
+
 
 class BlockTable(Protocol):
     """blocks: int32 [max_requests, blocks per request], by slot; `workerproto.steps.RequestTable` is one."""
@@ -99,8 +112,9 @@ class Runner(Protocol):
         """Warm kernels with real steps that write to the padding block only, and capture graphs where the device has
         them."""
 
-    def execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput | None:
-        """Do a step; its output on the output rank, None on the others.
+    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput | None:
+        """Do or launch a step; its output on the output rank, None on the others. At most max_steps_in_flight outputs
+        may be waiting for `wait`.
 
         Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
         """

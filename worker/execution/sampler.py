@@ -16,6 +16,7 @@ Logprobs are of the model's own distribution, before temperature and filters, as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,8 @@ from torch import Tensor
 from worker.execution.random_draw import uniforms
 
 _ONE = 1 << 40
-# Rows are taken a few at a time: each needs several int64 arrays of the vocabulary's size, and caches are small.
-_ROWS_AT_ONCE = 4
+# Rows are taken a few at a time: each needs several int64 arrays of the vocabulary's size. Caches of CPUs are small.
+_ROWS_AT_ONCE = {"cpu": 4, "cuda": 64}
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -78,17 +79,25 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     logits, nonfinite = _finite(logits)
     # A grammar's mask belongs here: after the count, since -inf is what it writes, and before every choice.
     tokens = _argmax(logits)
+    draw_(tokens, logits, rows)
+    logprobs = logprobs_of(logits, tokens, rows.logprobs)
+    return Sampled(tokens, nonfinite, None if logprobs is None else logprobs.on_host())
+
+
+def draw_(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
+    """Replace, in tokens int32 [n], those of the rows that are not greedy. logits [n, vocabulary], finite."""
     random = np.flatnonzero(rows.temperature > 0)
-    if len(random):
-        uniform = uniforms(rows.seed[random], rows.position[random])
-        for start in range(0, len(random), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            index = random[part]
-            where = torch.from_numpy(index).to(logits.device)
-            weights = _weights(logits[where], rows.temperature[index])
-            _filter_(weights, rows.min_p[index], rows.top_k[index], rows.top_p[index])
-            tokens[where] = _draw(weights, uniform[part])
-    return Sampled(tokens, nonfinite, _logprobs(logits, tokens, rows.logprobs))
+    if not len(random):
+        return
+    uniform = uniforms(rows.seed[random], rows.position[random])
+    at_once = _ROWS_AT_ONCE[logits.device.type]
+    for start in range(0, len(random), at_once):
+        part = slice(start, start + at_once)
+        index = random[part]
+        where = on_device(index, logits)
+        weights = _weights(logits[where], rows.temperature[index])
+        _filter_(weights, rows.min_p[index], rows.top_k[index], rows.top_p[index])
+        tokens[where] = _draw(weights, uniform[part])
 
 
 def _finite(logits: Tensor) -> tuple[Tensor, int]:
@@ -97,8 +106,12 @@ def _finite(logits: Tensor) -> tuple[Tensor, int]:
     if bool(torch.isfinite(logits.sum())):
         return logits, 0
     bad = int((~torch.isfinite(logits)).any(-1).sum())
+    return finite(logits), bad
+
+
+def finite(logits: Tensor) -> Tensor:
     limits = torch.finfo(logits.dtype)
-    return torch.nan_to_num(logits, nan=limits.min, posinf=limits.max, neginf=limits.min), bad
+    return torch.nan_to_num(logits, nan=limits.min, posinf=limits.max, neginf=limits.min)
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -131,10 +144,10 @@ def _filter_(
     rows = np.flatnonzero((k < vocabulary) | (top_p < 1))
     if not len(rows):
         return
-    where = torch.from_numpy(rows).to(weights.device)
+    where = on_device(rows, weights)
     kept, k, top_p = weights[where], k[rows], top_p[rows]
     largest = _largest(kept, int(k.max()))
-    threshold = largest.gather(1, torch.from_numpy(k - 1).to(weights.device)[:, None])
+    threshold = largest.gather(1, on_device(k - 1, weights)[:, None])
     _keep_at_least_(kept, threshold)
     if (top_p < 1).any():
         # `largest` may end amid tokens that tie with the k-th: then their mass is in the total alone, the goal may
@@ -171,22 +184,48 @@ def _largest(weights: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.sort(ascending, axis=-1)[:, ::-1].copy())
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, wanted: Int32Array) -> Logprobs | None:
+@dataclass(frozen=True, slots=True)
+class DeviceLogprobs:
+    """`Logprobs` as tensors, a row for each that asked, as wide as the widest; given: what was asked for."""
+
+    ids: Tensor  # int32 [m, 1 + n]
+    values: Tensor  # float32 [m, 1 + n]
+    ranks: Tensor  # int32 [m]
+    given: npt.NDArray[np.bool_]  # [m, 1 + n]
+
+    def fetch(self) -> DeviceLogprobs:
+        """Copies on the host that are complete when the current stream, not that of the tensors, has got so far."""
+        for tensor in (self.ids, self.values, self.ranks):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        ids, values, ranks = (t.to("cpu", non_blocking=True) for t in (self.ids, self.values, self.ranks))
+        return DeviceLogprobs(ids, values, ranks, self.given)
+
+    def on_host(self) -> Logprobs:
+        ids, values, ranks = (t.cpu().numpy() for t in (self.ids, self.values, self.ranks))
+        return Logprobs(ids[self.given], values[self.given], ranks)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Int32Array) -> DeviceLogprobs | None:
     asked = np.flatnonzero(wanted >= 0)
     if not len(asked):
         return None
-    where = torch.from_numpy(asked).to(logits.device)
+    where = on_device(asked, logits)
     counts = np.minimum(wanted[asked], logits.shape[1])
-    values = logits[where].log_softmax(-1)
+    values = logits[where].float().log_softmax(-1)
     chosen = tokens[where].long()[:, None]
     chosen_value = values.gather(1, chosen)
     ranks = (values > chosen_value).sum(-1) + 1
     best = values.topk(int(counts.max()), dim=-1)
-    all_ids = torch.cat((chosen, best.indices), 1).to(torch.int32).cpu().numpy()
-    all_values = torch.cat((chosen_value, best.values), 1).cpu().numpy()
-    given = np.arange(all_ids.shape[1]) <= counts[:, None]
-    return Logprobs(all_ids[given], all_values[given], ranks.to(torch.int32).cpu().numpy())
+    ids = torch.cat((chosen, best.indices), 1).to(torch.int32)
+    given = np.arange(ids.shape[1]) <= counts[:, None]
+    return DeviceLogprobs(ids, torch.cat((chosen_value, best.values), 1), ranks.to(torch.int32), given)
 
 
 def _column(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
-    return torch.from_numpy(values)[:, None].to(like.device)
+    return on_device(values, like)[:, None]
+
+
+def on_device(values: npt.NDArray[Any], like: Tensor) -> Tensor:
+    """On the device of `like`, without waiting for it; torch keeps pinned memory until copies from it are done."""
+    tensor = torch.from_numpy(values)
+    return tensor if like.device.type == "cpu" else tensor.pin_memory().to(like.device, non_blocking=True)

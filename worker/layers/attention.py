@@ -23,6 +23,21 @@ class Rows:
     block_tables: Int32  # [rows, max blocks]; entries past a row's last block are never read
     block_size: int
 
+    def tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Position and cache slot of each of the T tokens."""
+        row_of_token = np.repeat(np.arange(len(self.counts)), self.counts)
+        offset = np.arange(len(row_of_token)) - self.query_start[row_of_token]
+        positions = self.positions[row_of_token].astype(np.int64) + offset
+        blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
+        return positions, blocks * self.block_size + positions % self.block_size
+
+    def after(self, rows: int) -> Rows:
+        """All but the first so many rows."""
+        return Rows(
+            self.query_start[rows:], self.positions[rows:], self.counts[rows:], self.block_tables[rows:],
+            self.block_size,
+        )  # fmt: skip
+
     def slots(self, rows: NDArray[np.intp], length: int) -> NDArray[np.int64]:
         """[len(rows), length] cache slot of every position; what lies past a row's own context repeats its position 0.
 
@@ -36,16 +51,17 @@ class Rows:
 
 
 class AttentionBackend(Protocol):
-    """One device's attention, shared by all layers of a stage. It owns the order of a layer: the whole batch's keys and
-    values are written before anything reads them, because prefixes computed in the same step rely on it."""
+    """One device's attention, shared by all layers of a stage."""
+
+    name: str  # of the kernels, for people
 
     def plan(self, rows: Rows) -> Any:
         """What `attend` needs and every layer shares, computed once a step."""
 
     def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """qkv [T, (heads + 2 kv heads) * head_dim], rotated; cache [blocks, block size, 2, kv heads, head_dim].
-
-        Writes keys and values to `cache`; returns [T, heads * head_dim].
+        """qkv [T, (heads + 2 kv heads) * head_dim], of which the queries, rotated, are read; cache
+        [blocks, block size, 2, kv heads, head_dim], which has the step's own keys and values too. Returns
+        [T, heads * head_dim].
         """
 
 
@@ -53,18 +69,14 @@ class AttentionBackend(Protocol):
 class AttentionBatch:
     """What all layers need to know of one step. Built once a step, on every stage."""
 
-    positions: Tensor  # int64 [T]
-    slot_mapping: Tensor  # int64 [T]: block * block_size + offset
+    positions: Tensor  # int64 [T]; int32 on CUDA
+    slot_mapping: Tensor  # int64 [T]: block * block_size + offset; int32 on CUDA
     plan: Any  # the backend's own
 
     @classmethod
     def build(cls, backend: AttentionBackend, rows: Rows, device: torch.device) -> AttentionBatch:
         """From a validated step: nothing is checked here. At least one row."""
-        row_of_token = np.repeat(np.arange(len(rows.counts)), rows.counts)
-        offset = np.arange(len(row_of_token)) - rows.query_start[row_of_token]
-        positions = rows.positions[row_of_token].astype(np.int64) + offset
-        blocks = rows.block_tables[row_of_token, positions // rows.block_size].astype(np.int64)
-        slots = blocks * rows.block_size + positions % rows.block_size
+        positions, slots = rows.tokens()
         return cls(torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device), backend.plan(rows))
 
 
@@ -76,4 +88,8 @@ def make_backend(
         from worker.layers.sdpa_attention import SdpaAttention
 
         return SdpaAttention(dtype, heads, kv_heads, head_dim)
-    raise ValueError(f"no attention is built for device {device}; the devices are: cpu")
+    if device.type == "cuda":
+        from worker.layers.cuda_attention import CudaAttention
+
+        return CudaAttention(device, dtype, heads, kv_heads, head_dim)
+    raise ValueError(f"no attention is built for device {device}; the devices are: cpu, cuda")

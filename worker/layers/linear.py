@@ -7,6 +7,7 @@ output (Megatron-LM, arXiv:1909.08053). Projections of the same input are fused 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -48,21 +49,26 @@ class Linear:
         self.weight = torch.zeros(outputs, inputs, dtype=dtype, device=device)
         self.bias = torch.zeros(outputs, dtype=dtype, device=device) if bias else None
         self.packed: Tensor | None = None
+        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.placements: list[Placement] = []
 
     def place(self, name: str, shape: tuple[int, ...], *pieces: Piece) -> None:
         self.placements.append(Placement(name, shape, pieces))
 
     def finish_loading(self) -> None:
-        """Repack for the CPU's matrix kernels, in place of the plain weight, where that works."""
+        """Repack for the CPU's matrix kernels, in place of the plain weight, where that works; choose CUDA's."""
         if packing_works(self.weight.dtype, self.weight.device):
             self.packed = _pack(self.weight)
             self.weight = self.weight.new_empty(0)
+        elif self.weight.device.type == "cuda":
+            from worker.layers.triton_ops import SmallProduct
+
+            self.multiply = SmallProduct(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return _multiply_packed(x, self.packed, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.weight, self.bias)
 
 
 class RowParallel(Linear):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,16 +11,31 @@ from torch import Tensor
 from worker.weights.placement import Piece, Placement
 
 
+class NormOps(Protocol):
+    """The part of `worker.layers.ops.Ops` that norms use."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
 
-    def __init__(self, name: str, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, ops: NormOps, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.ops = ops
         self.weight = torch.zeros(size, dtype=dtype, device=device)
         self.eps = eps
         self.placements = [Placement(name, (size,), (Piece(self.weight),))]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.ops.norm(x, self.weight, self.eps)
+
+    def added_to_(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add `residual` into x; returns the norm of the sum."""
+        return self.ops.add_norm_(x, residual, self.weight, self.eps)
 
 
 class HeadNorm:

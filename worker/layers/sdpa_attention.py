@@ -54,6 +54,8 @@ class SdpaPlan:
 class SdpaAttention:
     """`AttentionBackend` of a tp rank's `heads` query heads and `kv_heads` KV heads."""
 
+    name = "torch's scaled_dot_product_attention"
+
     def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
         self.dtype = dtype
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -80,7 +82,6 @@ class SdpaAttention:
 
     def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
         slots = cache.view(-1, 2 * self.kv_heads * self.head_dim)
-        slots.index_copy_(0, batch.slot_mapping, qkv[:, self.query_width :])
         query = qkv[:, : self.query_width]
         plan: SdpaPlan = batch.plan
         if plan.decode and plan.decode[0].rows is None:

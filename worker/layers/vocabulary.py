@@ -61,9 +61,14 @@ class Head(Linear):
         else:
             self.weight = tied_to.weight
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        """[n, hidden] -> float32 [n, vocab] on tp rank 0, None on the others; n may be 0, on all ranks alike."""
+    def scores(self, hidden: Tensor) -> Tensor | None:
+        """[n, hidden] -> [n, vocab] in the model dtype on tp rank 0, None on the others; n may be 0, on all alike."""
         if hidden.shape[0] == 0:
-            return hidden.new_empty(0, self.vocab, dtype=torch.float32) if self.group.rank == 0 else None
+            return hidden.new_empty(0, self.vocab) if self.group.rank == 0 else None
         gathered = self.group.gather_vocab(self(hidden))
-        return None if gathered is None else gathered[:, : self.vocab].float()
+        return None if gathered is None else gathered[:, : self.vocab]
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """As `scores`, in float32."""
+        scores = self.scores(hidden)
+        return None if scores is None else scores.float()

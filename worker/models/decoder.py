@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker.layers.attention import AttentionBackend, AttentionBatch, make_backend
 from worker.layers.linear import QKV, GateUp, Linear, RowParallel, SoleRank, TensorParallelGroup
-from worker.layers.norm import RMSNorm
-from worker.layers.rotary import Rotary, rotate_
+from worker.layers.norm import HeadNorm, RMSNorm
+from worker.layers.ops import Heads, Ops, make_ops
+from worker.layers.rotary import Rotary
 from worker.layers.vocabulary import Embedding, Head
 from worker.model_config import ModelConfig
 from worker.topology import HeadSplit, Topology, check_divisible, split_heads
@@ -37,6 +37,7 @@ class Context:
     heads: HeadSplit
     group: TensorParallelGroup
     backend: AttentionBackend
+    ops: Ops
     dtype: torch.dtype
     device: torch.device
 
@@ -45,22 +46,19 @@ class Attention:
     def __init__(self, name: str, context: Context) -> None:
         config, heads, group = context.config, context.heads, context.group
         made = (context.dtype, context.device)
-        self.backend = context.backend
-        self.rotated = (len(heads.heads) + len(heads.kv_heads), config.head_dim)
+        self.backend, self.ops = context.backend, context.ops
+        self.heads = Heads(len(heads.heads), len(heads.kv_heads), config.head_dim)
+        self.head_norm: HeadNorm | None = None  # of queries and keys, in architectures that have one
         width, total = config.heads * config.head_dim, (config.heads, config.kv_heads)
         self.qkv = QKV(name, config.hidden, heads, total, config.head_dim, config.qkv_bias, *made)
         self.output = RowParallel(f"{name}.o_proj", width, config.hidden, config.output_bias, group, *made)
         self.parts: list[Part] = [self.qkv, self.output]
 
-    def prepare_heads(self, heads: Tensor) -> None:
-        """A seam for what an architecture does to queries and keys [T, heads + kv heads, head_dim] first; in place."""
-
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
         qkv = self.qkv(x)
-        count, head_dim = self.rotated
-        heads = qkv[:, : count * head_dim].view(-1, count, head_dim)
-        self.prepare_heads(heads)
-        rotate_(heads, rotation)
+        # The whole batch's keys and values are written before anything reads them: prefixes that are computed in the
+        # same step rely on it.
+        self.ops.place_heads(qkv, self.heads, self.head_norm, rotation, batch, cache)
         return self.output(self.backend.attend(qkv, cache, batch))
 
 
@@ -72,12 +70,11 @@ class MLP:
         self.down = RowParallel(
             f"{name}.down_proj", *sizes[::-1], config.mlp_bias, group, context.dtype, context.device
         )
-        self.width = config.intermediate // group.size
+        self.ops = context.ops
         self.parts: list[Part] = [self.gate_up, self.down]
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up(x)
-        return self.down(F.silu(gate_up[:, : self.width]).mul_(gate_up[:, self.width :]))
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
 
 
 class Layer:
@@ -85,7 +82,8 @@ class Layer:
         config = context.config
 
         def norm(which: str) -> RMSNorm:
-            return RMSNorm(f"{name}.{which}.weight", config.hidden, config.rms_eps, context.dtype, context.device)
+            made = (context.ops, context.dtype, context.device)
+            return RMSNorm(f"{name}.{which}.weight", config.hidden, config.rms_eps, *made)
 
         self.attention_norm = norm("input_layernorm")
         self.attention = attention(f"{name}.self_attn", context)
@@ -94,11 +92,19 @@ class Layer:
         self.parts: list[Part] = [self.attention_norm, *self.attention.parts, self.mlp_norm, *self.mlp.parts]
 
     def __call__(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: AttentionBatch, cache: Tensor
-    ) -> Tensor:
-        # The residual is added into the projection's fresh output: `hidden` may be a buffer that a receive refills.
-        hidden = self.attention(self.attention_norm(hidden), rotation, batch, cache).add_(hidden)
-        return self.mlp(self.mlp_norm(hidden)).add_(hidden)
+        self, hidden: Tensor, update: Tensor | None, rotation: Any, batch: AttentionBatch, cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, so that a device can fuse that with the next norm.
+
+        The sum goes into the projection's fresh output: `hidden` may be a buffer that a receive refills.
+        """
+        if update is None:
+            x = self.attention_norm(hidden)
+        else:
+            x, hidden = self.attention_norm.added_to_(update, hidden), update
+        update = self.attention(x, rotation, batch, cache)
+        x, hidden = self.mlp_norm.added_to_(update, hidden), update
+        return hidden, self.mlp(x)
 
 
 class Decoder:
@@ -123,7 +129,8 @@ class Decoder:
         heads = split_heads(config.heads, config.kv_heads, topology.tp, topology.tp_rank)
         self.kv_heads = len(heads.kv_heads)
         self.backend = make_backend(device, dtype, len(heads.heads), self.kv_heads, config.head_dim)
-        context = Context(config, heads, group, self.backend, dtype, device)
+        self.ops = make_ops(device)
+        context = Context(config, heads, group, self.backend, self.ops, dtype, device)
         self.rotary = Rotary(config.rope, config.head_dim, dtype, device)
         self.layers = [Layer(f"model.layers.{i}", context, self.attention) for i in topology.layers]
         self.embedding, self.final_norm, self.head = self._ends(context)
@@ -135,7 +142,7 @@ class Decoder:
         if self.topology.is_first_stage:
             embedding = Embedding(table, config.vocab, config.hidden, group, dtype, device)
         if self.topology.is_last_stage:
-            norm = RMSNorm("model.norm.weight", config.hidden, config.rms_eps, dtype, device)
+            norm = RMSNorm("model.norm.weight", config.hidden, config.rms_eps, self.ops, dtype, device)
             name, shared = (table, embedding) if config.tied else ("lm_head.weight", None)
             head = Head(name, config.vocab, config.hidden, group, dtype, device, shared)
         return embedding, norm, head
@@ -150,16 +157,23 @@ class Decoder:
 
         `hidden` is not written; the result is a tensor of its own.
         """
-        rotation = self.rotary(batch.positions)
+        rotation, update = self.ops.rotation(self.rotary, batch.positions), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, rotation, batch, cache)
-        return hidden
+            hidden, update = layer(hidden, update, rotation, batch, cache)
+        assert update is not None
+        return update.add_(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[n, hidden] of the positions to sample -> float32 [n, vocab] on tp rank 0, else None; last stage only."""
         assert self.final_norm is not None
         assert self.head is not None
         return self.head.logits(self.final_norm(hidden))
+
+    def scores(self, hidden: Tensor) -> Tensor | None:
+        """As `logits`, in the model dtype."""
+        assert self.final_norm is not None
+        assert self.head is not None
+        return self.head.scores(self.final_norm(hidden))
 
     def _parts(self) -> Iterator[Part]:
         ends: tuple[Part | None, ...] = (self.embedding, self.final_norm, self.head)

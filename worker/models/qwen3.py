@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from worker.layers.norm import HeadNorm
 from worker.models.decoder import Attention, Context, Decoder
 
@@ -15,9 +13,6 @@ class Qwen3Attention(Attention):
         counts = (len(heads.heads), len(heads.kv_heads))
         self.head_norm = HeadNorm(name, *counts, config.head_dim, config.rms_eps, context.dtype, context.device)
         self.parts.append(self.head_norm)
-
-    def prepare_heads(self, heads: Tensor) -> None:
-        self.head_norm(heads)
 
 
 class Qwen3(Decoder):

@@ -15,7 +15,7 @@ import zmq
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch does not list them in __all__
 
 from worker.config import GangConfig
-from worker.execution.model_runner import ModelRunner
+from worker.execution.make_runner import make_runner
 from worker.execution.runner import Profile, RunnerConfig
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Present, Proceed, Warm
@@ -60,7 +60,7 @@ def bring_up(seat: Seat) -> StepLoop:
     groups = _meet(seat, device, dtype)  # before any memory is measured: communicators belong to the baseline
     torch.manual_seed(config.seed)
 
-    runner = ModelRunner(config.model_config, topology, _runner_config(config, device, dtype), groups)
+    runner = make_runner(config.model_config, topology, _runner_config(config, device, dtype), groups)
     seat.enter("load")
     began = time.perf_counter()
     weights = open_weights(config.model, config.load_format, config.seed)

@@ -78,8 +78,9 @@ class StepLoop:
             self._refuse(sequence, refusal)
         else:
             checked = time.perf_counter_ns()
-            output = self._runner.execute(accepted, validator.table)
-            if output is not None:
+            launched = self._runner.execute(accepted, validator.table)
+            if launched is not None:
+                output = launched.wait()  # on CUDA a completion thread has to do this, so that the next step can follow
                 self._fault_points.reach("send")
                 self._answer(Kind.RESULT, sequence, _encode(output, (checked - began) // 1000))
         self.latest = (sequence, validator.digest)

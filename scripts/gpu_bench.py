@@ -1,0 +1,260 @@
+"""Time one rank in process on one GPU: decode milliseconds per step and prefill tokens per second, random weights.
+
+usage: gpu_bench.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
+Step k + 1 is launched while step k runs, as a scheduler with credit for two does. Correctness is tests/gpu's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from worker.execution.cuda_runner import CudaRunner
+from worker.execution.runner import PendingOutput, RunnerConfig, StepOutput
+from worker.model_config import ModelConfig, RopeConfig
+from worker.models.decoder import Decoder
+from worker.parallel.groups import make_groups
+from worker.topology import Topology
+from workerproto.messages import RowFlag, Sampling
+from workerproto.steps import AcceptedStep, StartedRequest
+
+BLOCK = 16
+LONGEST = 4096
+AHEAD = 2
+NONE = np.empty(0, np.int32)
+MIXED = [
+    Sampling(),
+    Sampling(temperature=0.8, top_k=50, seed=1),
+    Sampling(temperature=1.0, top_p=0.9, seed=2),
+    Sampling(temperature=1.0, min_p=0.05, seed=3),
+    Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=4),
+]
+
+
+def qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM", hidden=hidden, layers=layers, heads=heads, kv_heads=8, head_dim=128,
+        intermediate=intermediate, vocab=151936, tied=tied, qkv_bias=False, output_bias=False, mlp_bias=False,
+        rms_eps=1e-6, rope=RopeConfig(1e6), max_position=LONGEST, sliding_window=None, dtype="bfloat16", eos_ids=(),
+    )  # fmt: skip
+
+
+MODELS = {"0.6b": qwen3(28, 1024, 3072, 16, True), "8b": qwen3(36, 4096, 12288, 32, False)}
+
+
+@dataclass
+class Table:
+    """Each slot has blocks of its own, in no order."""
+
+    blocks: np.ndarray
+
+
+def fill(model: Decoder) -> None:
+    torch.manual_seed(0)
+    for placement in model.placements:
+        for piece in placement.pieces:
+            if placement.name.endswith("norm.weight"):
+                piece.target.fill_(1)
+            else:
+                piece.target.normal_(0, 0.02)
+    model.finish_loading()
+
+
+class Bench:
+    def __init__(self, name: str, rows: int, positions: int, tokens: int) -> None:
+        self.model = MODELS[name]
+        topology = Topology(0, 1, 1, (self.model.layers,))
+        device = torch.device("cuda", 0)
+        self.config = RunnerConfig(torch.bfloat16, device, BLOCK, tokens, rows, rows, LONGEST, AHEAD + 1)
+        self.runner = CudaRunner(self.model, topology, self.config, make_groups(topology, None, device, timedelta(60)))
+        self.seconds: dict[str, float] = {}
+        self._timed("load", lambda: self.runner.load(fill))
+        self._timed("profile", self.runner.profile)
+        width = -(-positions // BLOCK)
+        self._timed("allocate", lambda: self.runner.allocate(rows * width))
+        self._timed("capture", self.runner.capture)
+        self.table = Table(np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width))
+        self.sequence = 0
+
+    def _timed(self, what: str, do: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        do()
+        torch.cuda.synchronize()
+        self.seconds[what] = round(time.perf_counter() - began, 2)
+
+    def step(
+        self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, started: list[StartedRequest]
+    ) -> AcceptedStep:
+        self.sequence += 1
+        flags = np.full(len(slots), RowFlag.SAMPLE, np.int32)
+        none = np.zeros(len(slots), np.int32)
+        return AcceptedStep(self.sequence, NONE, started, slots, positions, counts, flags, NONE, none, NONE)
+
+    def prompts(self, batch: int, length: int, sampling: Iterable[Sampling] = ()) -> list[AcceptedStep]:
+        rng, chosen = np.random.default_rng(1), list(sampling) or [Sampling()]
+        at_once = max(1, self.config.max_batched_tokens // length)
+        steps = []
+        for first in range(0, batch, at_once):
+            slots = np.arange(first, min(first + at_once, batch), dtype=np.int32)
+            started = [
+                StartedRequest(s, s, rng.integers(100, 40000, length).astype(np.int32), 0, chosen[s % len(chosen)])
+                for s in slots.tolist()
+            ]
+            steps.append(self.step(slots, slots * 0, np.full(len(slots), length, np.int32), started))
+        return steps
+
+    def decodes(self, batch: int, length: int, steps: int) -> list[AcceptedStep]:
+        slots, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
+        return [self.step(slots, np.full(batch, length + k, np.int32), ones, []) for k in range(steps)]
+
+    def run(self, steps: list[AcceptedStep]) -> tuple[float, float, float, list[StepOutput]]:
+        """Seconds in all, mean host milliseconds to launch a step, mean device milliseconds of a step; the outputs."""
+        torch.cuda.synchronize()
+        pending: deque[PendingOutput] = deque()
+        outputs: list[StepOutput] = []
+        launching, began = 0.0, time.perf_counter()
+        for step in steps:
+            if len(pending) == AHEAD:
+                outputs.append(pending.popleft().wait())
+            at = time.perf_counter()
+            output = self.runner.execute(step, self.table)
+            launching += time.perf_counter() - at
+            assert output is not None
+            pending.append(output)
+        outputs += [output.wait() for output in pending]
+        seconds = time.perf_counter() - began
+        device = sum(output.timings.forward for output in outputs) / len(steps) / 1e3
+        return seconds, launching / len(steps) * 1e3, device, outputs
+
+    def decode(self, batch: int, prompt: int, steps: int, sampling: Iterable[Sampling] = ()) -> dict[str, float]:
+        self.run(self.prompts(batch, prompt, sampling))
+        self.run(self.decodes(batch, prompt, 8))
+        seconds, launch, device, _ = self.run(self.decodes(batch, prompt + 8, steps))
+        return {"ms": round(seconds / steps * 1e3, 3), "launch_ms": round(launch, 3), "device_ms": round(device, 3)}
+
+    def prefill(self, batch: int, length: int) -> dict[str, float]:
+        best = []
+        for _ in range(4):
+            seconds, launch, device, _ = self.run(self.prompts(batch, length))
+            best.append((seconds, launch, device))
+        seconds, launch, device = sorted(best[1:])[1]
+        return {"tok_s": round(batch * length / seconds), "launch_ms": round(launch, 2), "device_ms": round(device, 2)}
+
+    def repeatable(self, batch: int) -> bool:
+        """The same prompts twice, the second time in a busy cache: the same tokens."""
+
+        def tokens() -> list[list[int]]:
+            self.run(self.prompts(batch, 100))
+            return [output.tokens.tolist() for output in self.run(self.decodes(batch, 100, 20))[3]]
+
+        return tokens() == tokens()
+
+
+def device_profile(work: Callable[[], object], title: str, rows: int = 16) -> None:
+    """Where the device's time goes, by kernel and grid. A kernel is charged from the end of the one before it to its
+    own end, since kernels overlap; what lies between two graphs is charged to the first kernel of the second."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    ran = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")), key=lambda e: e["ts"] + e["dur"])
+    charged: dict[tuple[str, str], list[float]] = {}
+    gaps: list[float] = []
+    end = ran[0]["ts"]
+    for event in ran:
+        ended = event["ts"] + event["dur"]
+        if event["cat"] == "kernel":
+            gaps.append(event["ts"] - end)
+        charged.setdefault((event["name"][:60], str(event["args"].get("grid", ""))), []).append(ended - end)
+        end = ended
+    longest = [round(gap, 1) for gap in sorted(gaps)[-6:]]
+    print(f"{title}: {end - ran[0]['ts']:.0f} us; longest gaps before a kernel {longest} us")
+    for (name, grid), times in sorted(charged.items(), key=lambda item: -sum(item[1]))[:rows]:
+        print(f"  {sum(times):9.0f} us {len(times):5} x {sum(times) / len(times):7.2f}  {name} {grid}")
+
+
+def profile(work: Callable[[], object], title: str) -> None:
+    profiler = cProfile.Profile()
+    profiler.runcall(work)
+    print(title)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="0.6b,8b")
+    parser.add_argument("--batches", default="1,8,32,128,256")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--prefill", default="16x2048")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--host-profile", action="store_true", help="where launching spends the host's time")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    shape = [int(part) for part in args.prefill.split("x")]
+    result: dict[str, object] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    for name in args.models.split(","):
+        positions = max(shape[1], args.prompt + args.steps + 9) + BLOCK
+        bench = Bench(name, max(*batches, shape[0]), positions, args.tokens)
+        decode: dict[int, dict[str, float]] = {}
+        found: dict[str, object] = {"kernels": bench.runner.model.backend.name, "seconds": bench.seconds}
+        print(name, found, flush=True)
+        found["repeatable"] = bench.repeatable(7)
+        found["decode"] = decode
+        for batch in batches:
+            decode[batch] = bench.decode(batch, args.prompt, args.steps)
+            print(f"{name} decode {batch:4}", decode[batch], flush=True)
+        found["mixed_sampling"] = bench.decode(max(batches), args.prompt, 16, MIXED)
+        print(f"{name} mixed sampling {max(batches)}", found["mixed_sampling"], flush=True)
+        found["prefill"] = bench.prefill(*shape)
+        print(f"{name} prefill {args.prefill}", found["prefill"], flush=True)
+        if args.host_profile:
+            for batch in batches:
+                steps = bench.decodes(batch, args.prompt, 4)
+                bench.run(bench.prompts(batch, args.prompt))
+                device_profile(partial(bench.run, steps), f"{name} decode {batch}, 4 steps")
+            device_profile(partial(bench.run, bench.prompts(4, 2048)), f"{name} prefill 4x2048")
+            bench.run(bench.prompts(1, 64))
+            bench.run(bench.decodes(1, 64, 1))  # leaves a packet that the graph of one row can read again
+            graph = bench.runner.graphs[1][0]
+            for waited in (True, False):
+                torch.cuda.synchronize()
+                times = []
+                for _ in range(20):
+                    if waited:
+                        torch.cuda.synchronize()
+                    at = time.perf_counter()
+                    graph.replay()
+                    times.append(round((time.perf_counter() - at) * 1e6))
+                print("graph launch, us", "idle" if waited else "busy", times)
+            profile(partial(bench.decode, batches[0], args.prompt, 100), "decode steps, 100")
+            profile(partial(bench.prefill, *shape), "prefill")
+        found["steps"] = {"graph": bench.runner.graph_steps, "eager": bench.runner.eager_steps}
+        print(found["repeatable"], found["steps"])
+        result[name] = found
+        del bench
+        torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

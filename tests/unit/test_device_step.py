@@ -1,0 +1,65 @@
+"""What an asynchronous device is sent: rows in the order that its kernels want, padding that is nobody's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from worker.execution.batch import inputs_of, rows_of, samples_of
+from worker.execution.device_step import Padding, eager_arrays, graph_arrays, packet_capacity, single_queries_first
+from worker.execution.slots import RequestSlots
+from workerproto.messages import Sampling
+from workerproto.steps import AcceptedStep, StartedRequest
+
+NONE = np.empty(0, np.int32)
+BLOCK = 4
+TABLE = np.arange(24, dtype=np.int32).reshape(4, 6)
+
+
+def step_of(rows: list[tuple[int, int, int, int]], forced: list[int]) -> AcceptedStep:
+    """rows: slot, position, count, flags (1 samples, 2 forced)."""
+    slots, positions, counts, flags = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    return AcceptedStep(1, NONE, [], slots, positions, counts, flags, np.array(forced, np.int32), slots * 0, NONE)
+
+
+def prompts() -> RequestSlots:
+    slots = RequestSlots(4)
+    started = [StartedRequest(s, s, np.arange(10 * s, 10 * s + 9, dtype=np.int32), 0, Sampling()) for s in range(4)]
+    slots.apply(AcceptedStep(0, NONE, started, *[NONE] * 7))
+    slots.sampled(0, np.array([1], np.int32), np.array([9], np.int32))
+    return slots
+
+
+def test_rows_of_one_token_come_first_and_answers_keep_the_order_of_the_step() -> None:
+    step = step_of([(3, 0, 3, 3), (1, 9, 1, 1), (2, 4, 2, 0), (0, 5, 1, 3)], [71, 72, 73, 80])
+    moved, place = single_queries_first(step)
+    assert moved.slots.tolist() == [1, 0, 3, 2]
+    assert moved.forced.tolist() == [80, 71, 72, 73]
+    assert place.tolist() == [2, 0, 3, 1]
+    slots, rows = prompts(), rows_of(moved, TABLE, BLOCK)
+    samples = samples_of(step, rows.query_start[1:][place])
+    arrays = eager_arrays(moved, rows, inputs_of(moved, rows.query_start, slots), samples, outbox=2)
+    assert arrays.header.tolist() == [3, 2]
+    assert arrays.known.tolist() == [-1, 80, 71, 72, 73, 24, 25]
+    assert arrays.slots.tolist() == [1, 0, 3, 3, 3, 2, 2]
+    assert arrays.positions.tolist() == [9, 5, 0, 1, 2, 4, 5]
+    assert arrays.mapping.tolist() == [8 * BLOCK + 1, 1 * BLOCK + 1, 72, 73, 74, 13 * BLOCK, 13 * BLOCK + 1]
+    assert arrays.places.tolist() == [4, 0, 1]  # of slots 3, 1, 0: the order in which the step has them
+    assert arrays.sample_slots.tolist() == [3, 1, 0]
+    assert arrays.tables.tolist() == [[6, 7, 8], [0, 1, 2]]
+
+
+def test_a_step_that_is_in_order_is_left_alone() -> None:
+    step = step_of([(1, 9, 1, 1), (2, 4, 2, 1)], [])
+    assert single_queries_first(step)[0] is step
+
+
+def test_padding_reads_and_writes_what_is_nobodys() -> None:
+    step = step_of([(1, 9, 1, 1), (2, 4, 1, 0)], [])
+    rows = rows_of(step, TABLE, BLOCK)
+    arrays = graph_arrays(step, rows, inputs_of(step, rows.query_start, prompts()), 4, Padding(4, 99), outbox=0)
+    assert arrays.known.tolist() == [-1, 24, 0, 0]
+    assert arrays.slots.tolist() == [1, 2, 4, 4]
+    assert arrays.sample_slots.tolist() == [1, 4, 4, 4]  # the second row samples for nobody
+    assert arrays.mapping.tolist() == [8 * BLOCK + 1, 13 * BLOCK, 99 * BLOCK, 99 * BLOCK]
+    assert arrays.tables[2:].tolist() == [[99] * 3] * 2
+    assert sum(array.size for array in arrays) <= packet_capacity(4, 4, 3)

@@ -1,0 +1,284 @@
+"""A rank's share of every step on CUDA, launched and not waited for.
+
+The host is ahead: while step k runs, k + 1 is built with numpy into pinned memory of its own, copied to the device in
+one piece and launched. Tokens that k samples stay on the device, by slot, where k + 1 reads them. Steps of rows of one
+token, the usual ones, are one captured graph of the next larger size, whose padding rows write to the padding block;
+what a graph leaves to do, drawing at random and logprobs, follows it in the stream.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.execution.batch import Samples, inputs_of, rows_of, samples_of
+from worker.execution.device_step import (
+    Padding,
+    StepTensors,
+    eager_arrays,
+    graph_arrays,
+    packet_capacity,
+    padding_arrays,
+    single_queries_first,
+)
+from worker.execution.greedy import Greedy
+from worker.execution.model_runner import ModelRunner
+from worker.execution.packets import Packets
+from worker.execution.runner import BlockTable, PendingOutput, Profile, RunnerConfig, StepOutput, StepTimings
+from worker.execution.sampler import DeviceLogprobs, SamplingRows, draw_, finite, logprobs_of, on_device
+from worker.execution.slots import Int32Array, Int64Array
+from worker.layers import triton_kernels as kernels
+from worker.layers.attention import AttentionBatch, Rows
+from worker.layers.cuda_attention import MOST_STEPS_IN_FLIGHT, CudaPlan, DecodePlan, PrefillPlan
+from worker.layers.launch import Launcher, blocks
+from worker.model_config import ModelConfig
+from worker.parallel.groups import Groups
+from worker.topology import Topology, padded_vocab
+from workerproto.messages import RowFlag
+from workerproto.steps import AcceptedStep
+
+_CHOSEN = 256  # inputs that a program of `choose_inputs` takes
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a forward pass left on the device. Of a graph it lasts until the next replay of any."""
+
+    hidden: Tensor
+    scores: Tensor | None  # [samples, vocabulary], tp rank 0 of the last stage
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """See `PendingOutput`. places: of the step's tokens in the outbox."""
+
+    packets: Packets
+    turn: int
+    sequence: int
+    places: Int64Array | Int32Array
+    logprobs: DeviceLogprobs | None
+
+    def wait(self) -> StepOutput:
+        self.packets.ready[self.turn].synchronize()
+        sampled, unsound = self.packets.outbox(self.turn)
+        tokens, nonfinite = sampled[self.places], unsound[self.places]  # copies, before the turn is another step's
+        microseconds = 1000 * self.packets.began[self.turn].elapsed_time(self.packets.ended[self.turn])
+        self.packets.release(self.turn)
+        logprobs = None if self.logprobs is None else self.logprobs.on_host()
+        return StepOutput(
+            self.sequence, tokens, int(nonfinite.sum()), logprobs, StepTimings(forward=int(microseconds))
+        )
+
+
+class CudaRunner(ModelRunner):
+    """See `Runner`."""
+
+    def __init__(self, model_config: ModelConfig, topology: Topology, config: RunnerConfig, groups: Groups) -> None:
+        if config.max_steps_in_flight > MOST_STEPS_IN_FLIGHT:
+            raise ValueError(
+                f"max_steps_in_flight is {config.max_steps_in_flight}, on CUDA at most {MOST_STEPS_IN_FLIGHT}"
+            )
+        super().__init__(model_config, topology, config, groups)
+        width = -(-config.max_model_len // config.block_size)
+        size = packet_capacity(config.max_batched_tokens, config.max_rows, width)
+        # One more: a step is built while the oldest of those in flight may not have been taken yet.
+        self.packets = Packets(config.max_steps_in_flight + 1, size, config.max_rows, config.device)
+        vocab = model_config.vocab
+        self.greedy = Greedy(config.max_rows, vocab, padded_vocab(vocab, topology.tp), config.device)
+        self.choose_inputs = Launcher(kernels.choose_inputs, config.device, _CHOSEN)
+        self.to_host = torch.cuda.Stream(config.device)
+        self.hidden = torch.zeros(
+            0 if topology.is_first_stage else config.max_graph_rows, model_config.hidden,
+            dtype=config.dtype, device=config.device,
+        )  # fmt: skip
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Launched]] = {}
+        self.sizes: list[int] = []
+        self.graph_steps = self.eager_steps = 0
+
+    # Bring-up.
+
+    @torch.inference_mode()
+    def profile(self) -> Profile:
+        device = self.config.device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before, began = torch.cuda.memory_allocated(device), time.perf_counter()
+        self._largest_step()
+        torch.cuda.synchronize(device)
+        return Profile(torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - began)
+
+    def _attention(self, rows: Rows) -> AttentionBatch:
+        turn = self.packets.claim()
+        positions, mapping = self.packets.send(turn, [array.astype(np.int32) for array in rows.tokens()])
+        self.packets.release(turn)
+        return AttentionBatch(positions, mapping, self.model.backend.plan(rows))
+
+    def _rehearse_sampling(self, hidden: Tensor, sampling: SamplingRows) -> None:
+        scores = self.model.scores(hidden)
+        if scores is not None:
+            self.greedy.choose(scores)
+            logits, tokens = finite(scores), self.greedy.tokens[: len(scores)]
+            draw_(tokens, logits, sampling)
+            logprobs_of(logits, tokens, sampling.logprobs)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        super().capture()
+        config, pool = self.config, torch.cuda.graph_pool_handle()
+        most = min(config.max_graph_rows, config.max_rows, config.max_batched_tokens, config.max_requests)
+        for size in reversed(graph_sizes(most)):  # the largest first: the others fit into its memory
+            turn = self.packets.claim()
+            sent = StepTensors(*self.packets.send(turn, padding_arrays(size, self.padding, config.block_size)))
+            self.packets.release(turn)
+            received = None if self.topology.is_first_stage else self.hidden[:size]
+            self._forward(sent, size, None, received)  # compiles and loads what a capture must not
+            torch.cuda.synchronize(config.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                launched = self._forward(sent, size, None, received)
+            self.graphs[size] = graph, launched
+        self.sizes = sorted(self.graphs)
+        torch.cuda.synchronize(config.device)
+        self.graph_steps = self.eager_steps = 0
+
+    @property
+    def padding(self) -> Padding:
+        return Padding(self.config.max_requests, self.caches[0].shape[0] - 1)
+
+    # A step.
+
+    def _execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
+        if self.hidden_in:
+            self.hidden_in.post(step.sequence, step.num_tokens)
+        moved, place = single_queries_first(step)
+        rows = rows_of(moved, table.blocks, self.config.block_size)
+        inputs = inputs_of(moved, rows.query_start, self.slots) if self.topology.is_first_stage else None
+        samples = samples_of(step, rows.query_start[1:][place])
+        turn, size = self.packets.claim(), self._graph_size(step)
+        if size:
+            arrays = graph_arrays(moved, rows, inputs, size, self.padding, turn)
+        else:
+            arrays = eager_arrays(moved, rows, inputs, samples, turn)
+        sent = StepTensors(*self.packets.send(turn, arrays))
+        single = size or len(arrays.tables)
+        prefill = None if single >= len(rows.counts) else self.model.backend.plan(rows.after(single)).prefill
+        if self.feed and inputs is not None:
+            self.feed.settle(inputs.needed)
+        received = self.hidden_in.wait() if self.hidden_in else None
+        self.packets.began[turn].record(self.packets.stream)
+        launched = self._replay(size, received) if size else self._forward(sent, single, prefill, received)
+        if self.hidden_out:
+            self.hidden_out.send(step.sequence, launched.hidden[: step.num_tokens])
+        asked = self._asked(step, samples, all_rows=bool(size))
+        logprobs = self._draw(launched.scores, sent, asked) if asked is not None else None
+        self._hand_round(step, samples, all_rows=bool(size))
+        self.slots.sampled(step.sequence, samples.slots, samples.positions)
+        return self._pending(step, turn, step.sampled_rows if size else np.arange(len(samples)), logprobs)
+
+    def _graph_size(self, step: AcceptedStep) -> int:
+        """Rows of the graph that this step takes, 0 for none."""
+        single = step.num_tokens == step.num_rows
+        size = next((size for size in self.sizes if size >= step.num_rows), 0) if single else 0
+        self.graph_steps += size > 0
+        self.eager_steps += size == 0
+        return size
+
+    def _replay(self, size: int, received: Tensor | None) -> Launched:
+        if received is not None:
+            self.hidden[: len(received)].copy_(received)
+        graph, launched = self.graphs[size]
+        graph.replay()
+        return launched
+
+    def _forward(
+        self, step: StepTensors, single: int, prefill: PrefillPlan | None, received: Tensor | None
+    ) -> Launched:
+        """Launch this stage's part. All that varies from step to step is in tensors, so that it can be captured.
+
+        single: rows of one token, which come first. received: hidden states on stages after the first.
+        """
+        hidden = self._embed(step) if received is None else received
+        decode = DecodePlan(single, step.tables, step.header) if single else None
+        batch = AttentionBatch(step.positions, step.mapping, CudaPlan(decode, prefill))
+        hidden = self.model.forward(hidden, batch, self.caches)
+        if not self.topology.is_last_stage or not len(step.sample_slots):
+            return Launched(hidden, None)
+        scores = self.model.scores(hidden.index_select(0, step.places) if len(step.places) else hidden)
+        if scores is not None:
+            self.greedy.choose(scores)
+        self._deliver(step)
+        return Launched(hidden, scores)
+
+    def _embed(self, step: StepTensors) -> Tensor:
+        tokens, count = torch.empty_like(step.known), len(step.known)
+        self.choose_inputs((blocks(count, _CHOSEN), 1, 1), step.known, step.slots, self.last_tokens, tokens, count)
+        return self.model.embed(tokens)
+
+    def _deliver(self, step: StepTensors) -> None:
+        """Rank 0's tokens on every tp rank, by slot and in the outbox."""
+        self.group.broadcast_(self.greedy.tokens[: len(step.sample_slots)])
+        self.greedy.deliver(step.sample_slots, step.header, self.last_tokens, self.packets.outboxes)
+
+    def _asked(self, step: AcceptedStep, samples: Samples, *, all_rows: bool) -> SamplingRows | None:
+        """How to sample what was scored, if the likeliest tokens alone will not do."""
+        if not self.topology.is_last_stage or not len(samples):
+            return None
+        asked = self.slots.sampling(samples.slots, samples.positions)
+        if not (asked.temperature > 0).any() and not (asked.logprobs >= 0).any():
+            return None
+        if all_rows and len(samples) < step.num_rows:
+            asked = self.slots.sampling(step.slots, step.positions + 1)
+            asked.temperature[(step.flags & RowFlag.SAMPLE) == 0] = 0
+            asked.logprobs[(step.flags & RowFlag.SAMPLE) == 0] = -1
+        return asked
+
+    def _draw(self, scores: Tensor | None, step: StepTensors, asked: SamplingRows) -> DeviceLogprobs | None:
+        logprobs = None
+        if scores is not None:
+            logits, tokens = finite(scores[: len(asked)]), self.greedy.tokens[: len(asked)]
+            draw_(tokens, logits, asked)
+            logprobs = logprobs_of(logits, tokens, asked.logprobs)
+        if (asked.temperature > 0).any():
+            self._deliver(step)
+        return logprobs
+
+    def _hand_round(self, step: AcceptedStep, samples: Samples, *, all_rows: bool) -> None:
+        """The sampled tokens from the last stage to the first."""
+        if len(samples) and self.tokens_out:
+            tokens = self.greedy.tokens[: step.num_rows if all_rows else len(samples)]
+            if len(samples) < len(tokens):
+                tokens = tokens[on_device(step.sampled_rows, tokens)]
+            self.tokens_out.send(step.sequence, tokens)
+        if len(samples) and self.feed:
+            self.feed.expect(step.sequence, on_device(samples.slots.astype(np.int64), self.last_tokens))
+
+    def _pending(
+        self, step: AcceptedStep, turn: int, places: Int64Array | Int32Array, logprobs: DeviceLogprobs | None
+    ) -> PendingOutput:
+        if not self.topology.is_output:
+            self.packets.release(turn)
+            return StepOutput(step.sequence)
+        self.packets.end(turn, self.to_host)
+        with torch.cuda.stream(self.to_host):
+            fetched = None if logprobs is None else logprobs.fetch()
+            self.packets.fetch(turn, self.to_host)
+        return _Pending(self.packets, turn, step.sequence, places, fetched)
+
+    def close(self) -> None:
+        super().close()
+        torch.cuda.synchronize(self.config.device)
+
+
+def graph_sizes(most: int) -> list[int]:
+    """1, 2, 4, then in steps of an eighth of the size or of 8, so that little of a step is padding; `most` is one."""
+    if most < 1:
+        return []
+    sizes, size = [1, 2, 4], 8
+    while size < most:
+        sizes.append(size)
+        size += max(8, size // 8 // 8 * 8)
+    return sorted({size for size in sizes if size < most} | {most})

@@ -1,0 +1,129 @@
+"""A step as an asynchronous device sees it: flat int32 arrays, built with numpy and sent in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from worker.execution.batch import Inputs, Samples
+from worker.execution.slots import Int32Array, Int64Array
+from worker.layers.attention import Rows
+from workerproto.messages import RowFlag
+from workerproto.steps import AcceptedStep
+
+
+class StepArrays(NamedTuple):
+    """T tokens, S samples, D rows of one query, which come first; in the order in which they are sent."""
+
+    header: Int32Array  # [2] blocks a row of the tables, outbox
+    known: Int32Array  # [T] the input, or -1 where it is the slot's last sampled token
+    slots: Int32Array  # [T] by token
+    positions: Int32Array  # [T]
+    mapping: Int32Array  # [T] cache slot
+    places: Int32Array  # [S] the tokens that sample, in row order; empty if all do, or may
+    sample_slots: Int32Array  # [S] where the sampled tokens go
+    tables: Int32Array  # [D, header[0]]
+
+
+class StepTensors(NamedTuple):
+    """`StepArrays` on the device, all int32 and flat."""
+
+    header: Tensor
+    known: Tensor
+    slots: Tensor
+    positions: Tensor
+    mapping: Tensor
+    places: Tensor
+    sample_slots: Tensor
+    tables: Tensor
+
+
+class Padding(NamedTuple):
+    """What rows that are nobody's read and write."""
+
+    slot: int  # of `last_tokens`
+    block: int
+
+
+def packet_capacity(tokens: int, rows: int, width: int) -> int:
+    """int32 elements of any step's arrays, gaps for alignment included."""
+    return 4 * tokens + 2 * rows + rows * width + 64
+
+
+def single_queries_first(step: AcceptedStep) -> tuple[AcceptedStep, Int64Array]:
+    """The step with its rows of one token in front, else in their order; and for each of its rows where it is now."""
+    several = step.counts > 1
+    if not several.any() or bool((np.diff(several.astype(np.int8)) >= 0).all()):
+        return step, np.arange(step.num_rows)
+    order = np.argsort(several, kind="stable")
+    given = np.where(step.flags & RowFlag.FORCED, step.counts, 0)
+    start, moved = given.cumsum() - given, given[order]
+    source = np.repeat(start[order] - (moved.cumsum() - moved), moved) + np.arange(len(step.forced))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    moved_step = replace(
+        step, slots=step.slots[order], positions=step.positions[order], counts=step.counts[order],
+        flags=step.flags[order], forced=step.forced[source], grant_counts=np.zeros_like(step.grant_counts),
+        grants=step.grants[:0],
+    )  # fmt: skip
+    return moved_step, place
+
+
+def eager_arrays(
+    step: AcceptedStep, rows: Rows, inputs: Inputs | None, samples: Samples, outbox: int
+) -> StepArrays:
+    """inputs: None on stages that get none."""
+    positions, mapping = rows.tokens()
+    single = int((rows.counts == 1).sum())
+    return StepArrays(
+        _header(rows.block_tables.shape[1], outbox), _known(inputs, len(positions)), np.repeat(step.slots, step.counts),
+        positions.astype(np.int32), mapping.astype(np.int32), samples.places.astype(np.int32), samples.slots,
+        rows.block_tables[:single],
+    )  # fmt: skip
+
+
+def graph_arrays(
+    step: AcceptedStep, rows: Rows, inputs: Inputs | None, size: int, padding: Padding, outbox: int
+) -> StepArrays:
+    """Of a step of rows of one token each, made up to `size` rows. All rows sample, some of them for nobody."""
+    count, width = rows.block_tables.shape
+    tables = np.full((size, width), padding.block, np.int32)
+    tables[:count] = rows.block_tables
+    _, mapping = rows.tokens()
+    samples = np.where(step.flags & RowFlag.SAMPLE, step.slots, padding.slot)
+
+    def padded(values: Int32Array | Int64Array, fill: int) -> Int32Array:
+        out = np.full(size, fill, np.int32)
+        out[:count] = values
+        return out
+
+    return StepArrays(
+        _header(width, outbox), padded(_known(inputs, count), 0), padded(step.slots, padding.slot),
+        padded(step.positions, 0), padded(mapping, padding.block * rows.block_size), np.empty(0, np.int32),
+        padded(samples, padding.slot), tables,
+    )  # fmt: skip
+
+
+def padding_arrays(size: int, padding: Padding, block_size: int) -> StepArrays:
+    """Rows of nobody alone, to capture with."""
+    slots = np.full(size, padding.slot, np.int32)
+    zeros = np.zeros(size, np.int32)
+    return StepArrays(
+        _header(1, 0), zeros, slots, zeros, np.full(size, padding.block * block_size, np.int32), np.empty(0, np.int32),
+        slots, np.full((size, 1), padding.block, np.int32),
+    )  # fmt: skip
+
+
+def _header(width: int, outbox: int) -> Int32Array:
+    return np.array([width, outbox], np.int32)
+
+
+def _known(inputs: Inputs | None, tokens: int) -> Int32Array:
+    if inputs is None:
+        return np.zeros(tokens, np.int32)
+    known = inputs.known.astype(np.int32)
+    known[inputs.places] = -1
+    return known

@@ -1,0 +1,171 @@
+"""Attention on CUDA: rows of one query by a kernel that reads block tables on the device, longer rows by a library.
+
+One query a row is what captured graphs hold, so that part plans nothing on the host: grid and addresses depend on the
+number of rows alone. In a step the rows of one query come first, so that either part is a slice. (H200, 256 rows of 576
+tokens, 8 KV heads: 148 us; FlashInfer 0.6.12 154 with 16 query heads, 172 with 32, and 0.2 to 1.5 ms of plan.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from worker.layers import triton_kernels as kernels
+from worker.layers.attention import AttentionBatch, Rows
+from worker.layers.launch import Launcher
+
+MOST_STEPS_IN_FLIGHT = 8  # plans that keep their memory at a time; see `Prefill`
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Rows of one query each, the first of the step; all on the device."""
+
+    rows: int
+    tables: Tensor  # int32 [rows * header[0]]
+    header: Tensor  # int32, of which the first is the width of the tables, in blocks
+
+
+class PrefillPlan(Protocol):
+    def attend(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
+        """query, out [tokens of the planned rows, heads, head_dim]; cache as in `AttentionBackend`."""
+
+
+class Prefill(Protocol):
+    """Attention of rows of several queries. A plan is good until MOST_STEPS_IN_FLIGHT further ones were made."""
+
+    name: str
+
+    def plan(self, rows: Rows) -> PrefillPlan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan:
+    decode: DecodePlan | None
+    prefill: PrefillPlan | None
+
+
+class _Tuning(NamedTuple):
+    splits: int
+    block: int
+    warps: int
+    stages: int
+
+
+# By programs without splits (rows * KV heads), at most; measured on one H200.
+_TUNINGS = (
+    (16, _Tuning(16, 64, 8, 3)),
+    (32, _Tuning(8, 64, 4, 3)),
+    (128, _Tuning(4, 128, 4, 2)),
+    (512, _Tuning(1, 128, 4, 2)),
+)
+_FULL = _Tuning(1, 32, 2, 4)
+_MOST_SPLIT = max(programs * tuning.splits for programs, tuning in _TUNINGS if tuning.splits > 1)
+
+
+class CudaAttention:
+    """`AttentionBackend` of a tp rank's heads."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+        if heads // kv_heads > 16:
+            raise ValueError(f"{heads // kv_heads} query heads share a KV head; the CUDA kernel takes at most 16")
+        if head_dim & (head_dim - 1) or head_dim < 16:
+            raise ValueError(f"head_dim is {head_dim}; the CUDA kernel takes powers of two from 16")
+        self.device, self.heads, self.kv_heads, self.head_dim = device, heads, kv_heads, head_dim
+        self.launchers: dict[tuple[_Tuning, int], Launcher] = {}
+        self.scale = math.log2(math.e) / math.sqrt(head_dim)  # of the kernel's powers of two
+        self.partial = torch.empty(_MOST_SPLIT * 16 * head_dim, device=device)
+        self.sums = torch.empty(_MOST_SPLIT * 32, device=device)
+        self.arrived = torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=device)
+        self.prefill = _make_prefill(device, dtype, heads, kv_heads, head_dim)
+        self.name = f"Triton for one query a row, {self.prefill.name} for more"
+
+    def plan(self, rows: Rows) -> CudaPlan:
+        """Of rows of several queries alone."""
+        return CudaPlan(None, self.prefill.plan(rows))
+
+    def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        plan: CudaPlan = batch.plan
+        out = qkv.new_empty(len(qkv), self.heads * self.head_dim)
+        done = 0
+        if plan.decode is not None:
+            self._decode(qkv, cache, out, batch.positions, plan.decode)
+            done = plan.decode.rows
+        if plan.prefill is not None:
+            shape = (-1, self.heads, self.head_dim)
+            query = qkv[done:, : self.heads * self.head_dim].unflatten(1, shape[1:])
+            plan.prefill.attend(query, cache, out[done:].view(shape))
+        return out
+
+    def _decode(self, qkv: Tensor, cache: Tensor, out: Tensor, positions: Tensor, plan: DecodePlan) -> None:
+        programs = plan.rows * self.kv_heads
+        tuning = next((tuning for most, tuning in _TUNINGS if programs <= most), _FULL)
+        launch = self.launchers.get((tuning, cache.shape[1])) or self._launcher(tuning, cache.shape[1])
+        launch(
+            (plan.rows, self.kv_heads, tuning.splits), qkv, cache, out, self.partial, self.sums, self.arrived,
+            positions, plan.tables, plan.header, self.scale,
+        )  # fmt: skip
+
+    def _launcher(self, tuning: _Tuning, block_size: int) -> Launcher:
+        launcher = self.launchers[tuning, block_size] = Launcher(
+            kernels.decode_attention, self.device, self.heads, self.kv_heads, self.heads // self.kv_heads,
+            self.head_dim, block_size, tuning.splits, tuning.block, num_warps=tuning.warps, num_stages=tuning.stages,
+        )  # fmt: skip
+        return launcher
+
+
+def _make_prefill(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Prefill:
+    if importlib.util.find_spec("flashinfer") is not None and dtype in (torch.bfloat16, torch.float16):
+        from worker.layers.flashinfer_attention import FlashInferPrefill
+
+        return FlashInferPrefill(device, dtype, heads, kv_heads, head_dim)
+    return SdpaPrefill(device, heads, kv_heads, head_dim)
+
+
+class _SdpaRow(NamedTuple):
+    start: int
+    tokens: int
+    length: int
+    slots: Tensor  # int64 [length]
+
+
+class SdpaPrefill:
+    """Torch's attention over gathered keys and values, a call a row: right everywhere, and slow for many short rows."""
+
+    name = "torch's scaled_dot_product_attention"
+
+    def __init__(self, device: torch.device, heads: int, kv_heads: int, head_dim: int) -> None:
+        self.device, self.heads, self.kv_heads, self.head_dim = device, heads, kv_heads, head_dim
+
+    def plan(self, rows: Rows) -> SdpaPrefillPlan:
+        planned = []
+        for row in range(len(rows.counts)):
+            length = int(rows.positions[row] + rows.counts[row])
+            slots = torch.from_numpy(rows.slots(np.array([row]), length)[0]).pin_memory()
+            start = int(rows.query_start[row] - rows.query_start[0])
+            planned.append(_SdpaRow(start, int(rows.counts[row]), length, slots.to(self.device, non_blocking=True)))
+        return SdpaPrefillPlan(planned, self.heads != self.kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPrefillPlan:
+    rows: list[_SdpaRow]
+    grouped: bool
+
+    def attend(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
+        slots = cache.view(-1, *cache.shape[2:])
+        for start, count, length, places in self.rows:
+            keys, values = slots.index_select(0, places).permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+            tokens = slice(start, start + count)
+            out[tokens] = F.scaled_dot_product_attention(
+                query[tokens].transpose(0, 1)[None], keys, values,
+                attn_mask=causal_lower_right(count, length), enable_gqa=self.grouped,
+            )[0].transpose(0, 1)  # fmt: skip

@@ -1,0 +1,42 @@
+"""Launching Triton kernels at the cost of a launch.
+
+Triton's own call looks at every argument, each time, to find the kernel that fits it: some 30 us of Python, on a path
+where a kernel takes 2. A site that launches the same kernel with the same kinds of arguments looks once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+
+class Launcher:
+    """A kernel with its constants, for arguments of always the same dtypes, all pointers on 16 bytes."""
+
+    def __init__(self, kernel: Any, device: torch.device, *constants: Any, **options: Any) -> None:
+        """kernel: a `triton.jit` function whose last parameters are `constants` and OVERLAP (see `triton_kernels`)."""
+        overlap = overlaps(device)
+        self.kernel, self.constants, self.options = kernel, (*constants, overlap), options | {"launch_pdl": overlap}
+        self.compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        if self.compiled is None:
+            self.compiled = self.kernel.warmup(*arguments, *self.constants, grid=grid, **self.options)
+        self.compiled[grid](*arguments, *self.constants)
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels may start while the one before ends: from Hopper on."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def blocks(size: int, block: int) -> int:
+    """Programs that cover `size`."""
+    return -(-size // block)
+
+
+def power_of_two(size: int) -> int:
+    """The next one, which is what block sizes must be."""
+    return int(triton.next_power_of_2(size))

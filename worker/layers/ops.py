@@ -1,0 +1,79 @@
+"""What a layer does between its matrix products: a seam, so that a device can fuse it. Chosen once, as a model is
+built."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.layers.attention import AttentionBatch
+from worker.layers.norm import HeadNorm
+from worker.layers.rotary import Rotary, rotate_
+
+
+class Heads(NamedTuple):
+    """Of one tp rank. A token of the fused projection is queries, keys, values: (query + 2 kv) * dim elements."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+class Ops(Protocol):
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension; a tensor of its own."""
+
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `residual` into x; returns the norm of the sum."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 width] -> [T, width]: silu of the first half times the second."""
+
+    def rotation(self, rotary: Rotary, positions: Tensor) -> Any:
+        """Of a step's positions: what `place_heads` needs and all layers share."""
+
+    def place_heads(
+        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor
+    ) -> None:
+        """Normalize queries and keys where a norm is given, rotate them, and write keys and values to the cache.
+
+        qkv [T, …] keeps the queries; its keys and values are not read after this.
+        """
+
+
+class TorchOps:
+    """Torch's own operations, on any device."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x.add_(residual), weight.shape, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[1] // 2
+        return F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+
+    def rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(positions)
+
+    def place_heads(
+        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor
+    ) -> None:
+        rotated = qkv[:, : (heads.query + heads.kv) * heads.dim].view(-1, heads.query + heads.kv, heads.dim)
+        if norm is not None:
+            norm(rotated)
+        rotate_(rotated, rotation)
+        slots = cache.view(-1, 2 * heads.kv * heads.dim)
+        slots.index_copy_(0, batch.slot_mapping, qkv[:, heads.query * heads.dim :])
+
+
+def make_ops(device: torch.device) -> Ops:
+    if device.type == "cuda":
+        from worker.layers.triton_ops import TritonOps
+
+        return TritonOps(device)
+    return TorchOps()

@@ -1,0 +1,289 @@
+"""Triton kernels for what stands between the matrix products of a decoder on CUDA.
+
+Each fuses what would otherwise be a pass over device memory, and a launch, of its own: at small batches a step is
+bound by the number of kernels, not by what they compute. Sizes are compile-time constants; nothing that varies from
+step to step is an argument that Triton would specialize on, so a kernel is compiled once a model and never in a step.
+All arithmetic is float32; results are rounded to the model dtype where the unfused operations would round.
+
+OVERLAP (Hopper and later): a kernel may start while the one before it ends (programmatic dependent launch), and waits
+for it before it touches anything but weights. Every kernel here waits, so the order of memory is that of the stream.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+
+@triton.jit
+def _follow(OVERLAP: tl.constexpr):
+    """Wait for what the kernel before wrote, and let the next one get ready."""
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """out = x / rms(x) * weight; one program a row of [T, SIZE]."""
+    _follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    value = tl.load(x + row * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+    value = value * scale * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + i, value, mask=inside)
+
+
+@triton.jit
+def add_rms_norm(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """x += residual, in place; out = x / rms(x) * weight."""
+    _follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    value = tl.load(x + row * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + row * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + row * SIZE + i, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+    value = value * scale * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + i, value, mask=inside)
+
+
+@triton.jit
+def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """[T, 2 * WIDTH] -> [T, WIDTH]: silu of the first half times the second; a program a row and block of columns."""
+    _follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + i, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def place_heads(
+    qkv, norm_weight, frequencies, positions, slot_mapping, cache, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Normalize (NORM) and rotate queries and keys; queries stay in qkv, keys and values go to the cache.
+
+    A program takes BLOCK heads of one token of qkv [T, (HEADS + 2 KV_HEADS) * 2 HALF]. cache [slots, 2, KV_HEADS,
+    2 HALF]. norm_weight [HEADS + KV_HEADS, 2 HALF]. A head's second half is the imaginary part of its first.
+    """
+    DIM: tl.constexpr = 2 * HALF
+    _follow(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, HALF)
+    there = (head < HEADS + 2 * KV_HEADS)[:, None]
+    rotated = (head < HEADS + KV_HEADS)[:, None]
+    source = qkv + token * (HEADS + 2 * KV_HEADS) * DIM + head[:, None] * DIM + i[None, :]
+    real = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    imaginary = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
+    first, second = real, imaginary
+    if NORM:
+        scale = tl.rsqrt(tl.sum(real * real + imaginary * imaginary, 1) / DIM + eps)[:, None]
+        weight = norm_weight + head[:, None] * DIM + i[None, :]
+        first = real * scale * tl.load(weight, mask=rotated, other=0.0).to(tl.float32)
+        second = imaginary * scale * tl.load(weight + HALF, mask=rotated, other=0.0).to(tl.float32)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + i)
+    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    real = tl.where(rotated, first * cos - second * sin, real)
+    imaginary = tl.where(rotated, second * cos + first * sin, imaginary)
+    query = (head < HEADS)[:, None]
+    tl.store(source, real, mask=query)
+    tl.store(source + HALF, imaginary, mask=query)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    target = cache + slot * 2 * KV_HEADS * DIM + (head - HEADS)[:, None] * DIM + i[None, :]
+    tl.store(target, real, mask=there & ~query)
+    tl.store(target + HALF, imaginary, mask=there & ~query)
+
+
+@triton.jit(do_not_specialize=["count"])
+def choose_inputs(known, slots, last_tokens, out, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """out = known where it is not negative, else the slot's last sampled token. All int32 [count]."""
+    _follow(OVERLAP)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    token = tl.load(known + i, mask=inside, other=0)
+    slot = tl.load(slots + i, mask=inside, other=0)
+    sampled = tl.load(last_tokens + slot, mask=inside & (token < 0), other=0)
+    tl.store(out + i, tl.where(token < 0, sampled, token), mask=inside)
+
+
+@triton.jit
+def argmax_parts(
+    logits, values, ids, bad, VOCAB: tl.constexpr, STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of each CHUNK of a row [VOCAB], its lowest index, and whether any was not finite."""
+    _follow(OVERLAP)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.full((BLOCK,), 2147483647, tl.int32)
+    unsound = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, CHUNK, BLOCK):
+        i = part * CHUNK + start + tl.arange(0, BLOCK)
+        inside = i < VOCAB
+        value = tl.load(logits + row * STRIDE + i, mask=inside, other=0.0).to(tl.float32)
+        unsound = unsound | (inside & ~(tl.abs(value) < float("inf"))).to(tl.int32)
+        value = tl.where(inside & (value == value), value, float("-inf"))
+        better = (value > best) | ((value == best) & inside & (i < where))
+        best, where = tl.where(better, value, best), tl.where(better, i, where)
+    largest = tl.max(best)
+    out = row * tl.num_programs(1) + part
+    tl.store(values + out, largest)
+    tl.store(ids + out, tl.min(tl.where(best == largest, where, 2147483647)))
+    tl.store(bad + out, tl.max(unsound))
+
+
+@triton.jit
+def argmax_whole(values, ids, bad, tokens, nonfinite, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """A row's parts made one: the token, and 1 if the row held a NaN or an infinity."""
+    _follow(OVERLAP)
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < PARTS
+    value = tl.load(values + row * PARTS + i, mask=inside, other=float("-inf"))
+    index = tl.load(ids + row * PARTS + i, mask=inside, other=2147483647)
+    tl.store(tokens + row, tl.min(tl.where(value == tl.max(value), index, 2147483647)))
+    tl.store(nonfinite + row, tl.max(tl.load(bad + row * PARTS + i, mask=inside, other=0)))
+
+
+@triton.jit(do_not_specialize=["count"])
+def deliver(
+    tokens, nonfinite, slots, header, last_tokens, outbox, count, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Sampled tokens int32 [count] to where the next step reads them, by slot, and to the outbox of this step.
+
+    header[1] names the outbox among those of the steps in flight, int32 [·, 2, ROWS]: tokens, then rows not finite.
+    """
+    _follow(OVERLAP)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    token = tl.load(tokens + i, mask=inside, other=0)
+    tl.store(last_tokens + tl.load(slots + i, mask=inside, other=0), token, mask=inside)
+    box = outbox + tl.load(header + 1) * 2 * ROWS
+    tl.store(box + i, token, mask=inside)
+    tl.store(box + ROWS + i, tl.load(nonfinite + i, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def few_rows_product(
+    x, weight, out, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [ROWS, OUTPUTS] = x [ROWS, INPUTS] times weight [OUTPUTS, INPUTS] transposed, on the plain float units.
+
+    Bound by reading the weight, whose first piece is fetched while the kernel before still runs. Blocks divide sizes.
+    """
+    o = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i, r = tl.arange(0, BLOCK_IN), tl.arange(0, ROWS)
+    first = tl.load(weight + o[:, None] * INPUTS + i[None, :]).to(tl.float32)
+    _follow(OVERLAP)
+    part = tl.load(x + r[:, None] * INPUTS + i[None, :]).to(tl.float32)
+    total = first[None, :, :] * part[:, None, :]
+    for start in range(BLOCK_IN, INPUTS, BLOCK_IN):
+        more = tl.load(weight + o[:, None] * INPUTS + start + i[None, :]).to(tl.float32)
+        part = tl.load(x + r[:, None] * INPUTS + start + i[None, :]).to(tl.float32)
+        total += more[None, :, :] * part[:, None, :]
+    tl.store(out + r[:, None] * OUTPUTS + o[None, :], tl.sum(total, 2))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def some_rows_product(
+    x, weight, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """As `few_rows_product` on the matrix units, which take the weight's rows where they expect the larger side.
+
+    rows: at most 16.
+    """
+    o = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i, r = tl.arange(0, BLOCK_IN), tl.arange(0, 16)
+    inside = (r < rows)[None, :]
+    _follow(OVERLAP)
+    total = tl.zeros((BLOCK_OUT, 16), tl.float32)
+    for start in range(0, INPUTS, BLOCK_IN):
+        part = tl.load(weight + o[:, None] * INPUTS + start + i[None, :])
+        total = tl.dot(part, tl.load(x + r[None, :] * INPUTS + start + i[:, None], mask=inside, other=0.0), total)
+    tl.store(out + r[None, :] * OUTPUTS + o[:, None], total, mask=inside)
+
+
+@triton.jit
+def decode_attention(
+    qkv, cache, out, partial, sums, arrived, positions, tables, width, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One query a row over its paged context, cut into SPLITS; the split that arrives last merges them.
+
+    A program takes the GROUP (padded to 16, what the matrix units want) query heads of one KV head. qkv as in
+    `place_heads`, out [rows, HEADS * DIM], cache [blocks, PAGE, 2, KV_HEADS, DIM], positions int32 [rows] of the
+    query, tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16, DIM], sums float32 [rows,
+    KV_HEADS, SPLITS, 2, 16], arrived int32 [rows, KV_HEADS], zero before and after. What is read depends on positions
+    alone, so padding rows cost one block. The bits of a row do not depend on other rows, only on SPLITS.
+    """
+    _follow(OVERLAP)
+    row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(positions + row) + 1
+    table = tables + row * tl.load(width)
+    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    g, d = tl.arange(0, 16), tl.arange(0, DIM)
+    query = qkv + row.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM + (kv * GROUP + g[:, None]) * DIM + d[None, :]
+    q = tl.load(query, mask=(g < GROUP)[:, None], other=0.0)
+    largest = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, DIM), tl.float32)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < end
+        block = tl.load(table + at // PAGE, mask=inside, other=0).to(tl.int64)
+        base = (block * PAGE + at % PAGE) * (2 * KV_HEADS * DIM) + kv * DIM
+        k = tl.load(cache + base[None, :] + d[:, None], mask=inside[None, :], other=0.0)
+        score = tl.dot(q, k, input_precision="ieee") * scale  # which includes log2(e)
+        score = tl.where(inside[None, :], score, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        weight = tl.exp2(score - new_largest[:, None])
+        fade = tl.exp2(largest - new_largest)
+        total = total * fade + tl.sum(weight, 1)
+        v = tl.load(cache + base[:, None] + KV_HEADS * DIM + d[None, :], mask=inside[:, None], other=0.0)
+        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        largest = new_largest
+    target = out + (row * HEADS + kv * GROUP + g[:, None]).to(tl.int64) * DIM + d[None, :]
+    if SPLITS == 1:
+        tl.store(target, acc / total[:, None], mask=(g < GROUP)[:, None])
+    else:
+        group = row * KV_HEADS + kv
+        mine = group * SPLITS + split
+        tl.store(partial + mine * 16 * DIM + g[:, None] * DIM + d[None, :], acc, mask=(g < GROUP)[:, None])
+        tl.store(sums + mine * 32 + g, largest)
+        tl.store(sums + mine * 32 + 16 + g, total)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(arrived + group, 1, sem="acq_rel") == SPLITS - 1:
+            tl.debug_barrier()
+            s = tl.arange(0, SPLITS)
+            all_largest = tl.load(sums + (group * SPLITS + s[:, None]) * 32 + g[None, :], cache_modifier=".cg")
+            all_total = tl.load(sums + (group * SPLITS + s[:, None]) * 32 + 16 + g[None, :], cache_modifier=".cg")
+            top = tl.max(all_largest, 0)
+            whole = tl.sum(all_total * tl.exp2(all_largest - top[None, :]), 0)
+            merged = tl.zeros((16, DIM), tl.float32)
+            for other in range(SPLITS):
+                one = group * SPLITS + other
+                part = tl.load(
+                    partial + one * 16 * DIM + g[:, None] * DIM + d[None, :],
+                    mask=(g < GROUP)[:, None], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                m = tl.load(sums + one * 32 + g, cache_modifier=".cg")
+                merged += part * tl.exp2(m - top)[:, None]
+            tl.store(target, merged / whole[:, None], mask=(g < GROUP)[:, None])
+            tl.store(arrived + group, 0)
