@@ -100,8 +100,9 @@ def _integer(environment: Mapping[str, str], name: str, default: str | None = No
 def limit_threads(threads: int) -> None:
     """Before torch is imported; torchrun has set 1, which is right for nobody.
 
-    OpenMP's threads spin at the end of every operation. For as long as libgomp lets them by default, one busy neighbour on
-    the core that the other thread needs makes a decode step twenty times slower; much shorter, and they sleep inside a step.
+    OpenMP's threads spin at the end of every operation. For as long as libgomp lets them by default, one busy
+    neighbour on the core that the other thread needs makes a decode step twenty times slower; much shorter, and they
+    sleep inside a step.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
