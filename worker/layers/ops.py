@@ -13,6 +13,8 @@ from worker.layers.attention import AttentionBatch
 from worker.layers.norm import HeadNorm
 from worker.layers.rotary import Rotary, rotate_
 
+DECODE_ROWS = 64
+
 
 class Heads(NamedTuple):
     """Of one tp rank. A token of the fused projection is queries, keys, values: (query + 2 kv) * dim elements."""
@@ -24,7 +26,7 @@ class Heads(NamedTuple):
 
 class Ops(Protocol):
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last dimension; a tensor of its own."""
+        """x [T, size] / rms(x) * weight over the last dimension. weight: [2, size], the same row twice."""
 
     def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add `residual` into x; returns the norm of the sum."""
@@ -48,10 +50,17 @@ class TorchOps:
     """Torch's own operations, on any device."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        # On the CPU torch composes rms_norm of eight operations but has one kernel for layer_norm. The mean of (x, -x)
+        # is 0 and its variance the mean of x squared, so its layer norm is (y, -y) with y the RMS norm of x.
+        # (Measured on two cores, size 576, bf16: 5.5 against 11.8 µs for one row, 10.2 against 13.8 for 16; with the
+        # thousands of rows of a prefill, moving twice the bytes costs more than the operations.)
+        size = x.shape[-1]
+        if len(x) > DECODE_ROWS:
+            return F.rms_norm(x, (size,), weight[0], eps)
+        return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), weight.view(-1), None, eps)[:, :size]
 
     def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x.add_(residual), weight.shape, weight, eps)
+        return self.norm(x.add_(residual), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         width = gate_up.shape[1] // 2

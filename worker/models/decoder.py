@@ -202,5 +202,5 @@ class Decoder:
     def finish_loading(self) -> None:
         """Called once all weights are in place."""
         for part in self._parts():
-            if isinstance(part, Linear):
+            if isinstance(part, Linear | RMSNorm):
                 part.finish_loading()
