@@ -15,7 +15,7 @@ from engine_stub.output import Logprob, Output
 from engine_stub.request import Params
 from engine_stub.scheduler import Scheduler
 from workerproto.client import Client, GangFailed, LeaseLost
-from workerproto.messages import Bye, Error, Event, Refused, Result
+from workerproto.messages import Bye, Error, ErrorCode, Event, Refused, Result
 from workerproto.states import Gang
 from workerproto.steps import StepLimits
 
@@ -115,12 +115,15 @@ class Engine:
 
     def _turn(self) -> list[Output]:
         """Send every step that can go, and wait for one answer."""
-        while self._client.credit and (step := self.scheduler.schedule()) is not None:
+        # A gang that drains takes no more, answers what it has, and says Bye.
+        while self._ready and self._client.credit and (step := self.scheduler.schedule()) is not None:
             self._client.submit(step)
         seq, answer = self._client.receive()
         match answer:
             case Result():
                 return self.scheduler.receive(answer)
+            case Error(code=ErrorCode.NOT_READY):
+                pass  # sent before the news that the gang drains was here
             case Refused() | Error():
                 raise StepRejected(seq, answer)
             case Event() if answer.state == Gang.FAILED:
@@ -128,6 +131,10 @@ class Engine:
             case Bye():
                 raise LeaseLost(f"the gang ended the lease: {answer.message or answer.code}")
         return []
+
+    @property
+    def _ready(self) -> bool:
+        return self._client.state == Gang.READY
 
     def _new_scheduler(self) -> Scheduler:
         # One step more than there are batches, so that the next is there before the ranks are done with the last.

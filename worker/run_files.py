@@ -6,18 +6,25 @@
     <launch>.status<rank>             mapped status files
 
 `launch` keeps ranks of another launch that was given the same name from ever connecting here: a DEALER with two peers
-would deal every other step to the stranger. Whoever holds the lock, and only he, unlinks.
+would deal every other step to the stranger. Whoever holds the lock, and only he, unlinks, and only what is of
+these names and kinds: a folder that holds anything else is somebody's, and no gang starts in it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from workerproto.rundir import gang_directory, ipc_endpoint
+
+_SOCKET = re.compile(r"sched|admin|[0-9a-f]{8}\.e\d+r\d+[sc]")
+_STATUS = re.compile(r"[0-9a-f]{8}\.status\d+")
+_LONGEST_LOCK = 32  # bytes: a pid
 
 
 class RunFiles:
@@ -60,7 +67,8 @@ class NameInUse(Exception):
 
 
 class Claim:
-    """The lock of a folder, held from construction until `close`. Raises NameInUse, or OSError if it cannot be made.
+    """The lock of a folder, held from construction until `close`. Raises NameInUse, OSError if it cannot be made, and
+    ValueError if the folder holds what is no gang's.
 
     What an earlier holder left behind is removed, since this process is the only one that may.
     """
@@ -70,6 +78,7 @@ class Claim:
         self._path = files.lock
         if create:
             self._make_folders()
+        self._judge_contents()
         self._fd = self._lock(create)
         self._unlink_contents()
 
@@ -78,6 +87,25 @@ class Claim:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if (owner := folder.stat().st_uid) != os.getuid():  # in a shared /tmp anybody may have been first
                 raise PermissionError(f"run directory {folder} belongs to user {owner}, not to {os.getuid()}")
+
+    def _judge_contents(self) -> None:
+        strange = sorted(path.name for path in self._folder.iterdir() if not self._is_ours(path))
+        if strange:
+            raise ValueError(
+                f"run directory {self._folder} holds {strange[0]!r}, which is no gang's: "
+                "give another --name or RANKD_RUN_DIR"
+            )
+
+    def _is_ours(self, path: Path) -> bool:
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return True  # its holder has just removed it
+        if path == self._path:
+            return stat.S_ISREG(found.st_mode) and found.st_size <= _LONGEST_LOCK
+        if _STATUS.fullmatch(path.name):
+            return stat.S_ISREG(found.st_mode)
+        return _SOCKET.fullmatch(path.name) is not None and stat.S_ISSOCK(found.st_mode)
 
     def _lock(self, create: bool) -> int:
         attempts = 5
@@ -106,7 +134,7 @@ class Claim:
 
     def _unlink_contents(self) -> None:
         for path in self._folder.iterdir():
-            if path != self._path and not path.is_dir():
+            if path != self._path and self._is_ours(path):
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -144,5 +172,5 @@ def sweep(files: RunFiles) -> None:
     """Remove what a coordinator that was killed has left; nothing happens if the gang has a holder, old or new."""
     try:
         Claim(files, create=False).close()
-    except (NameInUse, OSError):
+    except (NameInUse, OSError, ValueError):
         pass

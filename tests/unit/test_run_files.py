@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -17,11 +18,20 @@ def files(run_dir: Path) -> RunFiles:
     return RunFiles("g", {"RANKD_RUN_DIR": str(run_dir)}, "01234567", 1)
 
 
+def leave(files: RunFiles, name: str) -> None:
+    """What a gang that was killed leaves under this name."""
+    if name == "lock" or "status" in name:
+        (files.folder / name).write_text("7\n")
+        return
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(files.folder / name))
+
+
 def test_folder_is_private_and_goes_with_the_claim(files: RunFiles) -> None:
     claim = Claim(files)
     assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
     assert lock_holder(files) == os.getpid()
-    (files.folder / "sched").touch()
+    leave(files, "sched")
     claim.close()
     assert not files.folder.exists()
     assert lock_holder(files) is None
@@ -29,7 +39,7 @@ def test_folder_is_private_and_goes_with_the_claim(files: RunFiles) -> None:
 
 def test_second_claim_is_refused_and_touches_nothing(files: RunFiles) -> None:
     claim = Claim(files)
-    (files.folder / "sched").touch()
+    leave(files, "sched")
     with pytest.raises(NameInUse) as refused:
         Claim(files)
     assert refused.value.holder == os.getpid()
@@ -40,18 +50,34 @@ def test_second_claim_is_refused_and_touches_nothing(files: RunFiles) -> None:
 
 def test_what_a_killed_holder_left_is_removed(files: RunFiles) -> None:
     files.folder.mkdir()
-    for name in ("lock", "sched", "00000000.e1r0s"):
-        (files.folder / name).touch()
+    for name in ("lock", "sched", "00000000.e1r0s", "00000000.status0"):
+        leave(files, name)
     claim = Claim(files)
     assert [path.name for path in files.folder.iterdir()] == ["lock"]
     claim.close()
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "sched", "00000000.e1r0s", "lock", "folder/", ".hidden"])
+def test_a_folder_that_is_somebody_s_is_left_alone(files: RunFiles, name: str) -> None:
+    """Also where a name is one of ours and the thing is not: a socket's name on a file, a lock with a text in it."""
+    path = files.folder / name
+    files.folder.mkdir()
+    if name.endswith("/"):
+        path.mkdir()
+    else:
+        path.write_text("precious, and longer than any pid is")
+    with pytest.raises(ValueError, match=f"holds '{path.name}', which is no gang's"):
+        Claim(files)
+    sweep(files)
+    assert [found.name for found in files.folder.iterdir()] == [path.name]
+    assert path.is_dir() or path.read_text().startswith("precious")
 
 
 def test_sweep_of_a_dead_gang(files: RunFiles) -> None:
     sweep(files)  # nothing there
     files.folder.mkdir()
     for name in ("lock", "sched"):
-        (files.folder / name).touch()
+        leave(files, name)
     sweep(files)
     assert not files.folder.exists()
 

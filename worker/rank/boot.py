@@ -29,6 +29,8 @@ from worker.weights import load_weights, open_weights
 from workerproto.codec import VERSION
 from workerproto.steps import StepLimits
 
+_BACKSTOP_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -137,8 +139,10 @@ def _meet(seat: Seat, device: torch.device, dtype: torch.dtype) -> Groups:
     }
     seat.control.report(Present(facts, str(device), torch.get_num_threads()))
     seat.control.wait_for(Proceed, seat.deadline, "the end of the roll-call")
+    # The step limit is the coordinator's to watch, which can say who hangs; a communicator that gives up at the same
+    # moment would only say who waited. Its own limit is for a rank whose coordinator is of no help any more.
     groups = make_groups(
-        config.topology(place.rank), _store(seat), device, timedelta(seconds=config.limits.step),
+        config.topology(place.rank), _store(seat), device, timedelta(seconds=config.limits.step + _BACKSTOP_S),
         interface="lo" if place.on_loopback else None,
     )  # fmt: skip
     groups.exercise(device, dtype)
@@ -175,6 +179,9 @@ def _kv_bytes(config: GangConfig, place: Place, device: torch.device, profile: P
     """`useful`: with so much every row of a step can be as long as may be; on cpu more is not taken unasked."""
     kv = config.kv
     if kv.explicit is not None:
+        free = psutil.virtual_memory().available // place.local_world_size
+        if device.type == "cpu" and kv.explicit > free:
+            raise ValueError(f"--kv-cache-memory-bytes is {kv.explicit}, a rank's part of free memory here is {free}")
         return kv.explicit
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -21,13 +21,15 @@ _MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
 
 def describe(error: BaseException, phase: str, step: int | None, *, always_trace: bool) -> RankFault:
-    """A mistake of the user (ValueError, Failure) is told by its message alone; all else with its traceback."""
+    """What nobody expected (STEP) is told with its traceback; a user's mistake, a limit, a peer that is gone or memory
+    that ran out by its message alone, unless `always_trace`."""
     text = str(error) or type(error).__name__
     code, peer, limit = _classify(error, text, phase)
     mistake = isinstance(error, Failure) or (isinstance(error, ValueError) and phase not in ("ready", "step"))
     if not mistake:
         text = f"{type(error).__name__}: {text}"
-    trace = "" if mistake and not always_trace else "".join(traceback.format_exception(error))
+    traced = always_trace or (code is ExitCode.STEP and not mistake)
+    trace = "".join(traceback.format_exception(error)) if traced else ""
     return RankFault(code, phase, step, text.strip()[:4096], trace[-16384:], peer, limit)
 
 
