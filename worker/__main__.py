@@ -3,58 +3,72 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from worker.config import GangConfig, resolve, threads_of
 from worker.exit_codes import ExitCode, Failure
-from worker.options import Parser, add_gang_options
-from worker.processes import die_with_parent, refuse_core_dumps, started_at
-from worker.rank.place import Place, limit_threads
-from worker.run_files import RunFiles
+from worker.processes import die_with_parent, exit_when_asked, parent_identity, refuse_core_dumps
+
+if TYPE_CHECKING:
+    from worker.config import GangConfig
+    from worker.rank.place import Place
+    from worker.run_files import RunFiles
 
 
 def main() -> NoReturn:
+    # First of all, since in the time that imports take, Ctrl-C may be pressed and a launcher killed: from then on the
+    # parent is whoever reaps orphans.
+    environment = os.environ
+    exit_when_asked()
+    if environment.get("LOCAL_RANK", "0") != "0":
+        die_with_parent()  # not the first rank of a host: someone has to sweep up
+    parent = parent_identity()
+    refuse_core_dumps()
+
+    from worker.config import resolve
+    from worker.options import Parser, add_gang_options
+    from worker.rank.place import Place
+    from worker.run_files import RunFiles, sweep
+
     parser = Parser("python -m worker", "One rank of a gang; a launcher starts as many as tp x pp.")
     add_gang_options(parser)
     options = parser.parse_args()
-    environment = os.environ
     trace = options.traceback or environment.get("RANKD_TRACEBACK") == "1"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which then ends its ranks in order
-    refuse_core_dumps()
     try:
-        place = Place.from_environment(environment, os.getppid())
-    except ValueError as error:
-        leave(ExitCode.USAGE, str(error), error if trace else None)
+        place = Place.from_environment(environment, parent)
+    except (ValueError, Failure) as error:
+        leave(getattr(error, "code", ExitCode.USAGE), str(error), error if trace else None)
+    files: RunFiles | None = None
     try:
         config = resolve(options, environment)
         check_world_size(config, place)
         files = RunFiles(config.name, environment, place.launch, place.epoch)
         code = run_rank(config, place, files, trace)
+        message, traced = "", None
     except (ValueError, Failure) as error:
         if place.local_rank and not place.spawned:
             time.sleep(2)  # all ranks find the same: let the first say it before torchrun ends us all
-        quiet = place.local_rank > 0
         code = getattr(error, "code", ExitCode.BAD_CONFIG)
-        leave(code, "" if quiet else str(error), error if trace else None)
-    leave(code)
+        message, traced = "" if place.local_rank > 0 else str(error), error if trace else None
+    if files is not None and code is ExitCode.LIMIT:
+        sweep(files)  # there may be no coordinator that could
+    leave(code, message, traced)
 
 
 def run_rank(config: GangConfig, place: Place, files: RunFiles, trace: bool) -> ExitCode:
     """Raises ValueError, or Failure if the coordinator could not be started."""
+    from worker.config import threads_of
     from worker.rank.coordinator_start import start_coordinator
     from worker.rank.fault_points import FaultPoints
     from worker.rank.parent_watch import ParentWatch
+    from worker.rank.place import limit_threads
     from worker.rank.process import run
 
     fault_points = FaultPoints(os.environ.get("RANKD_FAULT", ""), place.rank)
     limit_threads(threads_of(config, place.local_world_size))
     watch = ParentWatch(files)
-    watch.add(place.parent, started_at(place.parent), "the launcher")
-    if place.local_rank:
-        die_with_parent()  # not the first rank of a host: someone has to sweep up
+    watch.add(place.parent, place.parent_started, "the launcher")
     if not place.spawned and place.local_rank == 0:
         start_coordinator(place, sys.argv[1:])
     return run(config, place, files, watch, fault_points, trace=trace)

@@ -6,7 +6,11 @@ import ctypes
 import os
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,6 +24,24 @@ def started_at(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])  # the command, in parentheses, may hold anything
 
 
+def parent_identity() -> tuple[int, int] | None:
+    """(pid, start tick) of the parent, None if it is gone or outside of what we can see."""
+    pid = os.getppid()
+    try:
+        started = started_at(pid)
+    except ProcessLookupError:
+        return None
+    return (pid, started) if os.getppid() == pid else None
+
+
+def runs_our_program(pid: int) -> bool:
+    """Whether its executable file is ours, as that of a launcher written in Python is and that of init is not."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe")
+    except OSError:
+        return False
+
+
 def open_process(pid: int, started: int) -> int:
     """A pidfd of exactly that process. Raises ProcessLookupError if it is gone, also if the pid is another's now."""
     fd = os.pidfd_open(pid)
@@ -30,6 +52,17 @@ def open_process(pid: int, started: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def exit_when_asked(first: Callable[[], None] = lambda: None) -> None:
+    """On any of STOP_SIGNALS do what is to be done `first` and exit 0 at once, until an event loop takes over."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        first()
+        os._exit(0)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave)
 
 
 def refuse_core_dumps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -94,6 +95,29 @@ class RunningGang:
         self.family = list(family.union(filter(self._is_ours, psutil.process_iter(["cmdline"]))))
         return self
 
+    def processes(self, module: str = "") -> list[psutil.Process]:
+        """All that live with its run directory, whoever their parent is; or those that run `python -m module`."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                here = process.environ().get("RANKD_RUN_DIR") == str(self.run_dir)
+                if here and (not module or ("-m", module) in itertools.pairwise(process.cmdline())):
+                    found.append(process)
+        return found
+
+    def wait_for_ranks(self, count: int = 1) -> None:
+        """Their processes exist; they have hardly begun."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while len(self.processes("worker")) < count:
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.002)
+
+    def wait_said(self, text: str) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while text not in self.said:
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.01)
+
     def _is_ours(self, process: psutil.Process) -> bool:
         """The coordinator that torchrun's first rank has started; another suite may have one of the same name."""
         command = process.info["cmdline"] or []
@@ -124,9 +148,10 @@ class RunningGang:
 
     def wait_nothing_left(self, limit_s: float = 10) -> None:
         """No process of it, and no file."""
-        _, alive = psutil.wait_procs(self.family, timeout=limit_s)
-        assert not alive, f"{alive} are left:\n{self.said}"
         deadline = time.monotonic() + limit_s
+        while alive := self.processes():
+            assert time.monotonic() < deadline, f"{alive} are left:\n{self.said}"
+            time.sleep(0.02)
         while left := list(self.run_dir.glob(f"{self.name}*")):
             files = [str(path) for folder in left for path in (folder, *folder.glob("*"))]
             assert time.monotonic() < deadline, f"{files} are left:\n{self.said}"
@@ -138,7 +163,7 @@ class RunningGang:
 
     def end(self) -> None:
         """Whatever a test has left of it."""
-        for process in self.family:
+        for process in (*self.family, *self.processes()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         with contextlib.suppress(ProcessLookupError):

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.gang.gangs import gang
 from tests.gang.test_gang_failures import first_fault
@@ -60,6 +61,27 @@ def test_torchrun_killed_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
             fault = first_fault(client)
         assert (fault.code, fault.message) == (82, "torchrun is gone")
         running.wait_nothing_left()
+
+
+@pytest.mark.parametrize("moment", ["its ranks begin", "all ranks run", "READY in"])
+def test_interrupted(run_dir: Path, tmp_path: Path, moment: str) -> None:
+    """Ctrl-C. torchrun passes it on, waits half a minute, and then kills."""
+    with gang(run_dir, tmp_path, launcher="torchrun", tp=2) as running:
+        running.wait_for_ranks(2)
+        if moment != "its ranks begin":
+            running.wait_said(moment)
+        os.killpg(running.pid, signal.SIGINT)
+        running.wait_exit(10)
+        running.wait_nothing_left(5)
+        assert "forcefully exiting via SIGKILL" not in running.said
+        assert not running.errors()
+
+
+def test_torchrun_killed_while_its_ranks_begin(run_dir: Path, tmp_path: Path) -> None:
+    with gang(run_dir, tmp_path, launcher="torchrun", tp=2) as running:
+        running.wait_for_ranks(2)
+        running.process.kill()
+        running.wait_nothing_left(5)
 
 
 def test_coordinator_killed_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 from worker.coordinator import causes
@@ -7,6 +10,7 @@ from worker.coordinator.agreement import Agreement, compare_present
 from worker.coordinator.spawn import Exit
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import Present, Refusal
+from worker.processes import started_at
 from worker.rank.fault_points import FaultPoints, InjectedFault, check_faults
 from worker.rank.faults import describe
 from worker.rank.place import Place, spawn_environment
@@ -113,12 +117,14 @@ def test_fault_points_that_mean_nothing(text: str) -> None:
 
 
 def test_place_reads_what_spawn_writes() -> None:
-    environment = spawn_environment({"TORCHELASTIC_RESTART_COUNT": "5", "X": "y"}, 0, 4, 1234, 2, "abcdef01", 9)
-    place = Place.from_environment(environment, 77)
+    base = {"TORCHELASTIC_RESTART_COUNT": "5", "X": "y"}
+    environment = spawn_environment(base, 0, 4, 1234, 2, "abcdef01", 9, (77, 1000))
+    place = Place.from_environment(environment, (1, 10))  # the coordinator is gone, and its rank another's child
+    assert (place.parent, place.parent_started) == (77, 1000)
     assert (place.rank, place.world_size, place.local_world_size, place.epoch) == (0, 4, 4, 2)
     assert (place.store_host, place.store_port, place.store_fd, place.on_loopback) == ("127.0.0.1", 1234, 9, True)
     assert (place.launch, place.spawned, place.agent_store) == ("abcdef01", True, False)
-    other = Place.from_environment(spawn_environment(environment, 1, 4, 1234, 2, "abcdef01", 9), 77)
+    other = Place.from_environment(spawn_environment(environment, 1, 4, 1234, 2, "abcdef01", 9, (77, 1000)), None)
     assert (other.rank, other.store_fd) == (1, None)
 
 
@@ -128,10 +134,27 @@ def test_place_under_torchrun() -> None:
         "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/e",
     }  # fmt: skip
-    place = Place.from_environment(environment, 0xABC)
+    place = Place.from_environment(environment, (0xABC, 1000))
     assert (place.epoch, place.launch, place.spawned, place.agent_store) == (2, "00000abc", False, True)
     assert place.error_file == "/e"
     with pytest.raises(ValueError, match="RANK is 'one', it must be a whole number"):
-        Place.from_environment(environment | {"RANK": "one"}, 1)
+        Place.from_environment(environment | {"RANK": "one"}, (77, 1000))
     with pytest.raises(ValueError, match="RANK is 2, it must be from 0 to WORLD_SIZE - 1 = 1"):
-        Place.from_environment(environment | {"RANK": "2"}, 1)
+        Place.from_environment(environment | {"RANK": "2"}, (77, 1000))
+
+
+def test_place_without_a_launcher() -> None:
+    environment = {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
+    }  # fmt: skip
+    with subprocess.Popen(["sleep", "60"]) as reaper:  # like init, it does not run Python
+        try:
+            for parent in (None, (reaper.pid, started_at(reaper.pid))):
+                with pytest.raises(Failure, match="the launcher is gone") as raised:
+                    Place.from_environment(environment, parent)
+                assert raised.value.code == ExitCode.PARENT_GONE
+        finally:
+            reaper.kill()
+    us = os.getpid(), started_at(os.getpid())
+    assert Place.from_environment(environment, us).parent == os.getpid()

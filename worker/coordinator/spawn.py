@@ -74,10 +74,11 @@ def spawn(
         store.listen(128)
         port, fd = store.getsockname()[1], store.fileno()
         processes = []
+        me = os.getpid(), started_at(os.getpid())
         for rank in range(world_size):
             child = subprocess.Popen(
                 [sys.executable, "-m", "worker", *arguments],
-                env=spawn_environment(environment, rank, world_size, port, epoch, launch, fd),
+                env=spawn_environment(environment, rank, world_size, port, epoch, launch, fd, me),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -6,21 +6,23 @@ So it outlives the ranks to deliver the first cause, and torchrun, which reaps o
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 
 from worker.exit_codes import ExitCode, Failure
-from worker.processes import started_at
+from worker.processes import exit_when_asked
 from worker.rank.place import Place
 
 START_LIMIT_S = 30.0
+END_LIMIT_S = 5.0  # from its last word to its end
 
 
 def start_coordinator(place: Place, arguments: list[str]) -> None:
     """Returns once it takes connections. Raises Failure with the coordinator's exit code if that fails."""
     command = [
         sys.executable, "-m", "worker.coordinator", "--launch", place.launch, "--epoch", str(place.epoch),
-        "--agent", f"{place.parent}:{started_at(place.parent)}", "--", *arguments,
+        "--agent", f"{place.parent}:{place.parent_started}", "--", *arguments,
     ]  # fmt: skip
     process = subprocess.Popen(
         command,
@@ -30,10 +32,18 @@ def start_coordinator(place: Place, arguments: list[str]) -> None:
         env=dict(os.environ),
         text=True,
     )
+    exit_when_asked(process.terminate)  # in order, before it hears of any rank
     assert process.stdout is not None
     with process.stdout:
-        line = process.stdout.readline()
+        heard = select.select([process.stdout], [], [], START_LIMIT_S)[0]
+        line = process.stdout.readline() if heard else ""
     if line.strip() != "up":
-        code = process.wait(START_LIMIT_S)
+        try:
+            code = process.wait(END_LIMIT_S if heard else 0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise Failure(
+                ExitCode.LIMIT, f"the coordinator neither took connections within {START_LIMIT_S:g} s nor ended"
+            ) from None
         # It has said why itself.
         raise Failure(ExitCode(code) if code in set(ExitCode) else ExitCode.STEP, "")

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from worker.exit_codes import ExitCode, Failure
+from worker.processes import runs_our_program
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -24,14 +27,19 @@ class Place:
     epoch: int
     launch: str
     parent: int
+    parent_started: int  # clock ticks since boot
     spawned: bool  # by our coordinator
     store_fd: int | None = None
     agent_store: bool = False
     error_file: str | None = None
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], parent: int) -> Place:
-        """Raises ValueError: a variable is missing (not started by a launcher) or is not a number."""
+    def from_environment(cls, environment: Mapping[str, str], parent: tuple[int, int] | None) -> Place:
+        """`parent`: `processes.parent_identity()`, read as early as can be.
+
+        Raises ValueError: a variable is missing (not started by a launcher) or is not a number. Raises Failure: the
+        launcher is gone.
+        """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         missing = [name for name in (*names, "MASTER_ADDR") if not environment.get(name)]
         if missing:
@@ -43,6 +51,7 @@ class Place:
         if not 0 <= rank < world:
             raise ValueError(f"RANK is {rank}, it must be from 0 to WORLD_SIZE - 1 = {world - 1}")
         launch = environment.get("RANKD_LAUNCH")
+        pid, started = _launcher(environment, parent)
         restarts = _integer(environment, "TORCHELASTIC_RESTART_COUNT", "0")
         return cls(
             rank=rank,
@@ -53,8 +62,9 @@ class Place:
             store_port=port,
             epoch=_integer(environment, "RANKD_EPOCH", str(restarts + 1)),
             # All ranks that share a host's sockets have one torchrun agent as their parent.
-            launch=launch or f"{parent:08x}",
-            parent=parent,
+            launch=launch or f"{pid:08x}",
+            parent=pid,
+            parent_started=started,
             spawned=launch is not None,
             store_fd=_integer(environment, "RANKD_STORE_FD") if "RANKD_STORE_FD" in environment else None,
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -67,9 +77,10 @@ class Place:
 
 
 def spawn_environment(
-    base: Mapping[str, str], rank: int, world_size: int, port: int, epoch: int, launch: str, store_fd: int
-) -> dict[str, str]:
-    """The environment of a rank on this host, read back by `Place.from_environment`."""
+    base: Mapping[str, str], rank: int, world_size: int, port: int, epoch: int, launch: str, store_fd: int,
+    parent: tuple[int, int],
+) -> dict[str, str]:  # fmt: skip
+    """The environment of a rank on this host, read back by `Place.from_environment`. `parent`: (pid, start tick)."""
     environment = dict(base)
     environment |= {
         "RANK": str(rank),
@@ -80,6 +91,7 @@ def spawn_environment(
         "MASTER_PORT": str(port),
         "RANKD_EPOCH": str(epoch),
         "RANKD_LAUNCH": launch,
+        "RANKD_PARENT": "{}:{}".format(*parent),
     }
     for name in [name for name in environment if name.startswith("TORCHELASTIC_")]:
         del environment[name]
@@ -87,6 +99,20 @@ def spawn_environment(
     if rank == 0:
         environment["RANKD_STORE_FD"] = str(store_fd)
     return environment
+
+
+def _launcher(environment: Mapping[str, str], parent: tuple[int, int] | None) -> tuple[int, int]:
+    """Our coordinator says who it is. Under torchrun it is the parent, unless that is only the reaper of orphans."""
+    if "RANKD_PARENT" in environment:
+        pid, _, started = environment["RANKD_PARENT"].partition(":")
+        if not (pid.isdigit() and started.isdigit()):
+            raise ValueError(f"RANKD_PARENT is {environment['RANKD_PARENT']!r}, it must be PID:START")
+        return int(pid), int(started)
+    # Where torchrun is a container's first process, it is also its reaper; so pid 1 alone proves nothing.
+    by_python = parent is not None and runs_our_program(parent[0])
+    if parent is None or (not by_python and (parent[0] == 1 or "TORCHELASTIC_RUN_ID" in environment)):
+        raise Failure(ExitCode.PARENT_GONE, "the launcher is gone, so its rank does not start")
+    return parent
 
 
 def _integer(environment: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -16,7 +16,7 @@ import zmq
 from worker.config import GangConfig, threads_of
 from worker.exit_codes import ExitCode
 from worker.gang_messages import Heartbeat, Hello, RankFault, Stop, StopAsked, ToRank, Welcome
-from worker.processes import started_at
+from worker.processes import STOP_SIGNALS, started_at
 from worker.rank.control import Control
 from worker.rank.fault_points import FaultPoints
 from worker.rank.faults import describe, write_error_file
@@ -65,7 +65,8 @@ class _RankProcess:
         loop = self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[ExitCode] = loop.create_future()
         self._control = Control(self._files.control_endpoint(self._place.rank))
-        loop.add_signal_handler(signal.SIGTERM, self._asked_to_stop)
+        for number in STOP_SIGNALS:  # torchrun passes on the one that it got, and waits
+            loop.add_signal_handler(number, self._asked_to_stop, number)
         await self._control.send(self._hello())
         tasks = [asyncio.create_task(self._control.receive(self._handle)), asyncio.create_task(self._beat())]
         for task in tasks:
@@ -90,8 +91,8 @@ class _RankProcess:
         elif isinstance(message, Stop):
             self._finish(ExitCode(message.code))
 
-    def _asked_to_stop(self) -> None:
-        self._control.report(StopAsked("SIGTERM"))
+    def _asked_to_stop(self, number: signal.Signals) -> None:
+        self._control.report(StopAsked(number.name))
         # Without a coordinator there is no gang yet that would have to end in order.
         self._loop.call_later(STOP_GRACE_S if self._welcomed else 0, self._finish, ExitCode.OK)
 
