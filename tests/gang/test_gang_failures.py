@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.gang.gangs import QUICK, RunningGang, gang, tiny_model, workerctl
+from tests.gang.gangs import QUICK, RunningGang, environment, gang, tiny_model, workerctl
 from workerproto.client import Client
 from workerproto.messages import Event, Fault, Step
 from workerproto.states import Gang as GangState
@@ -71,6 +73,13 @@ def test_coordinator_killed_leaves_nothing(run_dir: Path, tmp_path: Path) -> Non
         running.process.kill()
         assert running.wait_exit() == -signal.SIGKILL
         running.wait_nothing_left()
+
+
+def test_coordinator_killed_as_its_ranks_begin(run_dir: Path, tmp_path: Path) -> None:
+    with gang(run_dir, tmp_path, pp=2) as running:
+        running.wait_for_ranks()
+        running.process.kill()
+        running.wait_nothing_left(5)
 
 
 def test_name_is_free_after_everything_was_killed(run_dir: Path, tmp_path: Path) -> None:
@@ -186,4 +195,43 @@ def test_detached_gang(run_dir: Path, tmp_path: Path) -> None:
     failed = workerctl(run_dir, "up", "--detach", "--model", model, limit_s=60)  # there are no weights
     assert failed.returncode == 65
     assert "rankd: error: rank 0, load:" in failed.stderr
+    assert not list(run_dir.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_detaching_launcher_ends_before_ready(run_dir: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with gang(run_dir, tmp_path, "--detach", tp=2) as running:
+        running.wait_for_ranks()
+        running.process.send_signal(number)
+        running.wait_exit(5)
+        running.wait_nothing_left()
+        assert "stopping: its starter is gone" in running.said
+
+
+ASKED_AT_THE_CLAIM = """
+import os, signal, sys
+from worker.coordinator import run
+from worker.ctl.__main__ import main
+
+claim, number = run.Claim, int(sys.argv.pop(1))
+
+def claim_then_signal(files):
+    claimed = claim(files)
+    os.kill(os.getpid(), number)
+    return claimed
+
+run.Claim = claim_then_signal
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_asked_to_stop_as_the_name_is_claimed(run_dir: Path, tmp_path: Path, number: signal.Signals) -> None:
+    up = ["up", "--model", str(tiny_model(tmp_path / "model")), *QUICK]
+    result = subprocess.run(
+        [sys.executable, "-c", ASKED_AT_THE_CLAIM, str(int(number)), *up], env=environment(run_dir), cwd=run_dir,
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert f"stopping: {number.name}" in result.stderr
     assert not list(run_dir.iterdir())

@@ -2,7 +2,8 @@
 
     python -m worker.coordinator [its own options] -- [options of the gang]
 
-stdout is for the starter: `up` once connections are taken, `ready` at READY.
+stdout is for the starter: `up` once connections are taken, `ready` at READY. stdin without --agent is a pipe from it,
+which tells by its end that the starter is gone.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def main() -> int:
                     os.dup2(log.fileno(), 2)
 
             launch = Launch(
-                arguments, dict(os.environ), own.launch, own.epoch, own.agent, log, up=lambda: tell("up"), ready=ready
-            )
+                arguments, dict(os.environ), own.launch, own.epoch, own.agent, log,
+                starter=0 if own.agent is None else None, up=lambda: tell("up"), ready=ready,
+            )  # fmt: skip
             return run(config, launch)
     except (ValueError, OSError, Failure) as error:
         if options.traceback:

@@ -25,7 +25,7 @@ from worker.coordinator.gang import Gang
 from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import RankProcess, spawn
 from worker.exit_codes import ExitCode, Failure
-from worker.processes import started_at
+from worker.processes import STOP_SIGNALS, started_at
 from worker.rank.fault_points import check_faults
 from worker.rank.status_file import create_status_file
 from worker.run_files import Claim, NameInUse, RunFiles
@@ -40,6 +40,7 @@ class Launch:
     """How the ranks come. `agent`: torchrun's (pid, start tick); then they are adopted, else spawned with `arguments`.
 
     `output` takes the ranks' stdout and stderr. `up` is called when connections are taken, `ready` at READY.
+    `starter`: a pipe's end; if the other end closes before READY, nobody wants the gang any more.
     """
 
     arguments: Sequence[str]
@@ -48,6 +49,7 @@ class Launch:
     epoch: int = 1
     agent: tuple[int, int] | None = None
     output: IO[bytes] | int = 2
+    starter: int | None = None
     up: Callable[[], None] = lambda: None
     ready: Callable[[], None] = lambda: None
 
@@ -56,6 +58,11 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
     """Until the gang has ended; the first cause has then been said on stderr. Raises Failure or ValueError earlier."""
     files = RunFiles(config.name, launch.environment, launch.name, launch.epoch)
     check_faults(launch.environment.get("RANKD_FAULT", ""))
+    # From the claim on, being asked to stop must not leave files behind: it waits for the loop, which ends in order.
+    # (To block the signals would not do: threads that numpy has started would take them.)
+    asked: list[int] = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda got, _frame: asked.append(got))
     try:
         claim = _claim(files, wait_s=5.0 if launch.epoch > 1 else 0.0)
     except NameInUse as error:
@@ -66,8 +73,13 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
         ) from None
     except OSError as error:
         raise ValueError(f"run directory {files.folder} cannot be made: {error.strerror or error}") from None
+    return uvloop.run(_hold(claim, _Coordinator(config, launch, files, asked)))
+
+
+async def _hold(claim: Claim, coordinator: _Coordinator) -> ExitCode:
+    """The claim is closed inside the loop, which takes its signal handlers with it."""
     try:
-        return uvloop.run(_Coordinator(config, launch, files).main())
+        return await coordinator.main()
     finally:
         claim.close()
 
@@ -91,8 +103,10 @@ def say(line: str) -> None:
 
 
 class _Coordinator:
-    def __init__(self, config: GangConfig, launch: Launch, files: RunFiles) -> None:
+    def __init__(self, config: GangConfig, launch: Launch, files: RunFiles, asked: list[int]) -> None:
+        """`asked`: the signals to stop that came before its loop could handle them."""
         self._config = config
+        self._asked = asked
         self._launch = launch
         self._files = files
 
@@ -113,8 +127,12 @@ class _Coordinator:
         self._admin = self._socket(asynchronous, zmq.ROUTER, files.admin_endpoint)
         self._gang = gang = Gang(config, self._launch.epoch, relay, records, self._send, say)
         relay.start()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, gang.stop, signal.Signals(number).name)
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, gang.stop, number.name)
+        for got in self._asked:
+            gang.stop(signal.Signals(got).name)
+        if self._launch.starter is not None:
+            loop.add_reader(self._launch.starter, self._starter_gone)
         tasks = [
             asyncio.create_task(self._serve_admin()),
             asyncio.create_task(self._tick()),
@@ -165,6 +183,12 @@ class _Coordinator:
 
     def _agent_gone(self) -> None:
         self._gang.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
+
+    def _starter_gone(self) -> None:
+        assert self._launch.starter is not None
+        self._loop.remove_reader(self._launch.starter)
+        if not self._gang.ready.done():
+            self._gang.stop("its starter is gone")
 
     # Talking to ranks.
 

@@ -43,8 +43,9 @@ def _detach(launch_name: str, log_file: str, arguments: Sequence[str]) -> int:
     command = [
         sys.executable, "-m", "worker.coordinator", "--launch", launch_name, "--log-file", log_file, "--", *arguments,
     ]  # fmt: skip
+    # Nothing is ever written to its stdin: that ends when this process does, however it does.
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
     )
     assert process.stdout is not None
     try:
