@@ -69,7 +69,7 @@ class RunningGang:
 
     def __init__(self, run_dir: Path, command: list[str], name: str, log: Path, **more: str) -> None:
         self.run_dir, self.name, self.log = run_dir, name, log
-        self.environment = environment(run_dir, **more)
+        self.environment = environment(run_dir, GANG_LOG=str(log), **more)  # by which its processes are found
         with open(log, "wb") as output:
             self.process = subprocess.Popen(
                 command, env=self.environment, cwd=run_dir, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -96,12 +96,12 @@ class RunningGang:
         return self
 
     def processes(self, module: str = "") -> list[psutil.Process]:
-        """All that live with its run directory, whoever their parent is; or those that run `python -m module`."""
+        """All of it that live, whoever their parent is; or those that run `python -m module`."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                here = process.environ().get("RANKD_RUN_DIR") == str(self.run_dir)
-                if here and (not module or ("-m", module) in itertools.pairwise(process.cmdline())):
+                ours = process.environ().get("GANG_LOG") == str(self.log)
+                if ours and (not module or ("-m", module) in itertools.pairwise(process.cmdline())):
                     found.append(process)
         return found
 
