@@ -9,13 +9,14 @@ from worker.exit_codes import ExitCode
 from worker.gang_messages import RankFault
 from workerproto.messages import Fault
 
-OWN, LIMIT, PEER = range(3)
-"""A rank's own exception or signal comes before a limit that passed, that before a peer's broken connection."""
+OWN, SILENT, LIMIT, PEER = range(4)
+"""A rank's own exception or signal comes before an end of which nothing is known, such as the kill that follows
+torchrun's, that before a limit that passed, and that before a peer's broken connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    weight: int  # OWN, LIMIT or PEER
+    weight: int  # OWN, SILENT, LIMIT or PEER
     fault: Fault
 
     @property
@@ -45,7 +46,8 @@ def exited(rank: int, phase: str, step: int | None, end: Exit) -> Cause:
     if end.signal is not None:
         return Cause(OWN, Fault(ExitCode.STEP, rank, phase, step, end.signal, f"was killed by {end.signal}"))
     if end.code is None:
-        return Cause(OWN, Fault(ExitCode.STEP, rank, phase, step, None, "its process is gone, and it left no word why"))
+        message = "its process is gone, and it left no word why"
+        return Cause(SILENT, Fault(ExitCode.STEP, rank, phase, step, None, message))
     code = ExitCode(end.code) if end.code in set(ExitCode) and end.code else ExitCode.STEP
     weight = PEER if code in (ExitCode.OTHER_RANK, ExitCode.PARENT_GONE) else OWN
     return Cause(weight, Fault(code, rank, phase, step, None, f"exited with code {end.code} and left no word why"))
