@@ -74,7 +74,9 @@ def test_interrupted(run_dir: Path, tmp_path: Path, moment: str) -> None:
         running.wait_exit(10)
         running.wait_nothing_left(5)
         assert "forcefully exiting via SIGKILL" not in running.said
-        assert not running.errors()
+        # At the very first, torchrun may not know its ranks yet: it leaves, and they find it gone.
+        alone = {"torchrun is gone (exit code 82)"} if moment == "its ranks begin" else set()
+        assert {error for error in running.errors() if not error.startswith("the launcher is gone")} <= alone
 
 
 def test_torchrun_killed_while_its_ranks_begin(run_dir: Path, tmp_path: Path) -> None:
