@@ -61,6 +61,7 @@ class _Holder:
     peer: bytes
     lease: int
     heard: float
+    said: float
     next_seq: int = 1
     last_answered: int = 0
 
@@ -134,11 +135,12 @@ class FakeGang:
         """When `tick` has something to do next, on the clock given; None while it has nothing."""
         dues = [] if self.held_back or not self._answers else [self._answers[0][0]]
         if self._holder:
-            dues.append(self._holder.heard + self._lease_timeout_ms / 1000)
+            timeout = self._lease_timeout_ms / 1000
+            dues.append(min(self._holder.heard + timeout, self._holder.said + timeout / 3))
         return min(dues, default=None)
 
     def tick(self) -> None:
-        """Send the answers that are due, and end a lease whose holder went silent."""
+        """Send the answers that are due, and Ping for want of another; end a lease whose holder went silent."""
         now = self._clock()
         while self._answers and not self.held_back and self._answers[0][0] <= now:
             _, seq, kind, answer = self._answers.popleft()
@@ -147,6 +149,8 @@ class FakeGang:
                 self._send(self._holder.peer, kind, answer, self._holder.lease, seq)
         if self._holder and now >= self._holder.heard + self._lease_timeout_ms / 1000:
             self._end_lease(Bye("TIMEOUT", f"nothing was heard for {self._lease_timeout_ms} ms"))
+        elif self._holder and now >= self._holder.said + self._lease_timeout_ms / 3000:
+            self._send(self._holder.peer, Kind.PING, None, self._holder.lease)
 
     def receive(self, peer: bytes, frames: list[bytes]) -> None:
         """Take in one message of a peer. Nothing a peer sends raises."""
@@ -201,7 +205,7 @@ class FakeGang:
         if holder and not hello.takeover:
             raise WireError(ErrorCode.LEASE_HELD, "another scheduler holds the gang", "takeover", "false", "true")
         self._end_lease(Bye("TAKEOVER", f"taken over by {hello.client or 'another'}"))
-        self._holder = _Holder(peer, header.lease, self._clock())
+        self._holder = _Holder(peer, header.lease, self._clock(), self._clock())
         facts = self.facts if self.state is Gang.READY else None
         welcome = Welcome(self.state, self._lease_timeout_ms, [], self._dropped, facts)
         self._dropped = 0
@@ -262,5 +266,7 @@ class FakeGang:
             self._send(self._holder.peer, Kind.EVENT, event, self._holder.lease)
 
     def _send(self, peer: bytes, kind: Kind, body: Message | None, lease: int, seq: int = 0) -> None:
+        if self._holder and self._holder.peer == peer:
+            self._holder.said = self._clock()
         header = Header(kind, 0, self.epoch, lease, seq).encode()
         self.outbox.append((peer, header, b"" if body is None else encode_body(body)))
