@@ -13,6 +13,7 @@ USAGE = """usage: workerctl SUBCOMMAND [options]
   up       start a gang: workerctl up --model DIR [-tp T] [-pp P] [--name N] [--detach]
   status   show a gang:  workerctl status [--name N] [--json] [--watch [SECONDS]]
   down     end a gang:   workerctl down [--name N]
+  conformance  hold a gang to the wire's spec, rule by rule: workerctl conformance [--name N]
 
 workerctl SUBCOMMAND --help shows its options."""
 
@@ -34,10 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from worker.ctl.down import down
 
                 return down(rest, os.environ)
+            case "conformance":
+                from worker.ctl.conformance import conformance
+
+                return conformance(rest, os.environ)
             case "-h" | "--help" | "help":
                 print(USAGE)
                 return ExitCode.OK
-        print(f"rankd: error: {name!r} is not a subcommand of workerctl; up, status and down are", file=sys.stderr)
+        known = "up, status, down and conformance are"
+        print(f"rankd: error: {name!r} is not a subcommand of workerctl; {known}", file=sys.stderr)
         return ExitCode.USAGE
     except (ValueError, Failure) as error:
         if "--traceback" in rest or os.environ.get("RANKD_TRACEBACK") == "1":

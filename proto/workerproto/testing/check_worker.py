@@ -1,0 +1,115 @@
+"""Is a worker right? Every rule of the spec that a scheduler can see kept or broken, from the scheduler's side.
+
+    report = check_worker("ipc:///run/user/1000/rankd/demo/sched")
+    assert report.passed, report
+
+Any worker will do, whatever its model: what a rule needs to know it reads off Facts. Each rule has a lease of its own.
+Nothing here needs pytest; `workerctl conformance` runs it against a live gang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+from workerproto.client import Client
+from workerproto.testing.conformance_bench import Bench, Rule
+from workerproto.testing.conformance_frames import FRAMES
+from workerproto.testing.conformance_leases import LEASES
+from workerproto.testing.conformance_link import Link, NotProvoked, Unmet
+from workerproto.testing.conformance_refusals import REFUSALS
+from workerproto.testing.conformance_steps import STEPS
+
+RULES: tuple[Rule, ...] = tuple(
+    sorted((*FRAMES, *LEASES, *REFUSALS, *STEPS), key=lambda rule: int(rule.name.partition(".")[0]))
+)
+"""In the order of the spec's sections, which their names begin with."""
+
+
+class Outcome(NamedTuple):
+    """`passed` is None where the rule could not be tried. `instead`: what came instead, or why it was not tried."""
+
+    rule: str
+    passed: bool | None
+    instead: str = ""
+
+    def __str__(self) -> str:
+        word = {True: "passed", False: "FAILED", None: "not tried"}[self.passed]
+        return f"{word:<9}  {self.rule}" + (f": {self.instead}" if self.instead else "")
+
+
+class Report(NamedTuple):
+    """One outcome a rule, in the order of the spec."""
+
+    outcomes: list[Outcome]
+
+    @property
+    def passed(self) -> bool:
+        """Something was tried, and nothing failed."""
+        return any(outcome.passed for outcome in self.outcomes) and not self.failed
+
+    @property
+    def failed(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.passed is False]
+
+    @property
+    def not_tried(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.passed is None]
+
+    @property
+    def summary(self) -> str:
+        kept = len(self.outcomes) - len(self.failed) - len(self.not_tried)
+        return f"{kept} passed, {len(self.failed)} failed, {len(self.not_tried)} not tried"
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.failed), *map(str, self.not_tried), self.summary])
+
+
+def check_worker(endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None = None) -> Report:
+    """Drive the worker at this endpoint through the spec; `only`: names of the rules to try, None for all.
+
+    limit_s bounds each wait for an answer. Raises a ClientError and tries nothing if there is no worker, another
+    scheduler holds it (LeaseHeld), or it does not become READY within the limit.
+    """
+    return Report(list(outcomes(endpoint, limit_s=limit_s, only=only)))
+
+
+def outcomes(endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None = None) -> Iterator[Outcome]:
+    """The same, rule by rule as they are tried."""
+    with closing(Client(endpoint, name="conformance suite", timeout=limit_s)) as client:
+        timeout_s = client.attach().lease_timeout_ms / 1000
+        facts = client.wait_ready(limit_s)
+    reference: list[int] = []
+    lost = ""
+    for rule in RULES:
+        if only is not None and rule.name not in only:
+            continue
+        if lost:
+            yield Outcome(rule.name, None, lost)
+            continue
+        bench = Bench(endpoint, limit_s, timeout_s, facts, reference)
+        outcome = _try(rule, bench)
+        yield outcome
+        if outcome.passed is False and not _attaches(endpoint, limit_s):
+            lost = f"the worker takes no lease any more, since {rule.name}"
+
+
+def _try(rule: Rule, bench: Bench) -> Outcome:
+    with closing(bench):
+        try:
+            rule.run(bench)
+        except Unmet as unmet:
+            return Outcome(rule.name, False, str(unmet))
+        except NotProvoked as reason:
+            return Outcome(rule.name, None, str(reason))
+    return Outcome(rule.name, True)
+
+
+def _attaches(endpoint: str, limit_s: float) -> bool:
+    with closing(Link(endpoint, limit_s)) as link:
+        try:
+            link.attach()
+        except Unmet:
+            return False
+    return True

@@ -1,0 +1,144 @@
+"""The conformance suite passes what is right, and each of its rules fails for a worker that breaks it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+
+import pytest
+
+from tests.unit import wrong_gangs as wrong
+from tests.unit import wrong_ranks as ranks
+from workerproto.client import Client, LeaseHeld, NoSuchGang, TimedOut
+from workerproto.testing.check_worker import RULES, check_worker
+from workerproto.testing.fake_gang import FakeGang, fake_facts
+from workerproto.testing.fake_worker import FakeWorker
+
+ENDPOINT = "tcp://127.0.0.1:*"
+NAMES = [rule.name for rule in RULES]
+
+SCENES = "15.*"
+CASES: list[tuple[type[wrong.Honest], str]] = [
+    (wrong.AnyFrames, "2.*"),
+    (wrong.AnyHeaderLength, "3.short-header 3.long-header 6.error-header"),
+    (wrong.AnyMagic, "3.magic 3.magic-before-version 9.stranger"),
+    (wrong.AnyVersion, "3.version* 14.bound-names-version"),
+    (wrong.AnyFlags, "3.flags-before-sequence 8.step-flag-*"),
+    (wrong.FlagsOfAnyKind, "3.flags-are-a-step-s 3.hello-flags"),
+    (wrong.AnyKind, "3.kind-before-flags 5.* 14.kind-before-sequence 19.sample 19.control"),
+    (wrong.AnyEpoch, "3.hello-epoch 11.* 14.epoch-before-sequence"),
+    (wrong.AnyHello, "3.hello-sequence 9.lease-zero"),
+    (wrong.AnyBody, "4.hello-[!d]* 4.hello-deep 6.bye-* 14.hello-body-before-header"),
+    (wrong.WholeHello, "4.hello-defaults"),
+    (wrong.AnySequence, "3.sequence-bound 8.sequence-gap 8.sequence-replay"),
+    (wrong.TakesTheSequenceOfAnError, "2.* 3.[!h]* 5.* 11.old-epoch 11.new-epoch 14.lease-* 19.*"),
+    (wrong.NoCredit, "8.no-credit"),
+    (wrong.LessCredit, "8.answers-in-order"),
+    (wrong.AnySize, "14.size-before-lease 16.too-large"),
+    (wrong.SmallSize, "16.largest"),
+    (wrong.OtherError, "2.* 3.* 5.* 9.lease-held 9.lease-zero 19.*"),
+    (wrong.OtherLeaseError, "9.hello-twice 9.stranger 14.lease-*"),
+    (wrong.NoExpectation, "3.empty-header 8.sequence-* 9.hello-twice"),
+    (wrong.NoBound, "11.bound-names-epoch 14.bound-names-version"),
+    (wrong.NoPing, "9.coordinator-pings"),
+    (wrong.NoPong, "9.ping"),
+    (wrong.NoTimeout, "9.silence-ends-the-lease"),
+    (wrong.OtherWelcome, "6.welcome 9.takeover 9.requests-dropped"),
+    (wrong.ErrorOfNoLease, "6.error-header"),
+    (wrong.OtherFacts, "6.facts"),
+    (wrong.NeverHeld, "9.lease-held"),
+    (wrong.NeverTakenOver, "9.takeover 9.answers-stay-with-their-lease"),
+    (wrong.AttachesTwice, "9.hello-twice"),
+    (wrong.AnswersBye, "6.bye"),
+    (wrong.KeepsRequests, "9.takeover 9.requests-dropped 9.new-lease-*"),
+    (wrong.KeepsAnswers, "9.answers-stay-with-their-lease"),
+    (wrong.AnySocket, "9.stranger"),
+    (wrong.CutOffByAGiant, "9.giant-frame"),
+    (wrong.OutOfOrder, "8.answers-in-order"),
+    (ranks.NothingFreedForNew, "12.finish-frees-in-the-same-step"),
+    (ranks.NoPrefix, "12.shared-prefix 12.prefix-of-the-same-step"),
+    (ranks.NoGrants, "12.grants"),
+    (ranks.NoChunks, "12.chunked-prompt"),
+    (ranks.ShortArraysRefused, "12.step-without-rows"),
+    (ranks.RefusesNothing, SCENES),
+    (ranks.OtherRefusal, SCENES),
+    (ranks.OtherRequest, "15.body-* 15.position-* 15.too-many-rows"),
+    (ranks.OtherField, "15.position-* 15.block-*"),
+    (ranks.OtherCause, SCENES),
+    (ranks.GoesOnAfterRefusal, SCENES),
+    (ranks.ResyncAnywhere, "15.unexpected-resync"),
+    (ranks.ResyncIsEnough, "15.resync-refused-again"),
+    (ranks.ReadsBehindARefusal, "15.behind-a-refusal-nothing-is-read"),
+    (ranks.HalfDone, "15.refused-whole"),
+    (ranks.TokenForNothing, "12.step-without-rows"),
+    (ranks.NeverTheSame, "13.same-request-same-tokens 12.preempt-and-resume 12.id-is-free-from-the-next-step"),
+    (ranks.TokensBackwards, "6.tokens-in-row-order"),
+    (ranks.AlwaysLogprobs, "6.no-logprobs"),
+    (ranks.NoLogprobs, "6.logprobs"),
+    (ranks.FinishedIsSilent, "12.finish-in-flight"),
+    (ranks.ResumesWithOtherTokens, "12.preempt-and-resume"),
+    (ranks.ForcesOtherTokens, "12.forced-tokens"),
+    (ranks.FeedsNothingBack, "8.steps-in-flight"),
+]
+
+
+def named(patterns: str) -> list[str]:
+    return [name for name in NAMES if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
+
+
+def test_what_is_right_passes() -> None:
+    with FakeWorker(ENDPOINT, wrong.Honest()) as worker:
+        report = check_worker(worker.endpoint, limit_s=3)
+    assert report.passed, report
+    assert {outcome.rule for outcome in report.not_tried} <= {"8.no-credit"}, report
+
+
+def test_other_facts_do_as_well() -> None:
+    """A rule that a worker is too small for is not tried; none fails."""
+    for size, most in ((1, 16), (4, 16), (16, 512)):
+        facts = fake_facts(
+            num_blocks=64, block_size=size, vocabulary=7, max_model_len=most, tokens=8, rows=2, logprobs=0
+        )
+        with FakeWorker(ENDPOINT, FakeGang(facts)) as worker:
+            report = check_worker(worker.endpoint, limit_s=3)
+        assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(("gang", "rules"), CASES, ids=[f"{gang.__name__}: {rules}" for gang, rules in CASES])
+def test_what_is_wrong_fails(gang: type[wrong.Honest], rules: str) -> None:
+    expected = named(rules)
+    assert expected
+    with FakeWorker(ENDPOINT, gang()) as worker:
+        report = check_worker(worker.endpoint, limit_s=1 if len(expected) == 1 else 0.2, only=expected)
+    assert [outcome.rule for outcome in report.failed] == expected, "\n".join(map(str, report.outcomes))
+    assert all(outcome.instead for outcome in report.failed)
+
+
+def test_every_rule_can_fail() -> None:
+    seen = {name for _, rules in CASES for name in named(rules)}
+    assert [name for name in NAMES if name not in seen] == []
+
+
+def test_names_are_of_the_spec_s_sections_and_come_once() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert {int(name.partition(".")[0]) for name in NAMES} <= set(range(2, 20))
+
+
+def test_a_held_worker_is_left_alone() -> None:
+    with FakeWorker(ENDPOINT) as worker, Client(worker.endpoint) as holder:
+        with pytest.raises(LeaseHeld):
+            check_worker(worker.endpoint)
+        assert holder.wait_ready(3).model == "fake"
+
+
+def test_no_worker_and_one_that_is_not_ready() -> None:
+    with pytest.raises(NoSuchGang):
+        check_worker("ipc:///nowhere/sched")
+    with FakeWorker(ENDPOINT, FakeGang(ready=False)) as worker, pytest.raises(TimedOut):
+        check_worker(worker.endpoint, limit_s=0.1)
+
+
+def test_it_needs_no_pytest() -> None:
+    code = "import sys, workerproto.testing.check_worker; assert 'pytest' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
