@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from worker.exit_codes import ExitCode, Failure
 from worker.processes import die_with_parent, exit_when_asked, parent_identity, refuse_core_dumps
+from worker.rank.stacks import offer as offer_stacks
 
 if TYPE_CHECKING:
     from worker.config import GangConfig
@@ -25,6 +26,7 @@ def main() -> NoReturn:
         die_with_parent()  # not the first rank of a host: someone has to sweep up
     parent = parent_identity()
     refuse_core_dumps()
+    offer_stacks()
 
     from worker.config import resolve
     from worker.options import Parser, add_gang_options

@@ -27,6 +27,7 @@ from worker.coordinator.spawn import RankProcess, spawn
 from worker.exit_codes import ExitCode, Failure
 from worker.processes import STOP_SIGNALS, started_at
 from worker.rank.fault_points import check_faults
+from worker.rank.stacks import offer as offer_stacks
 from worker.rank.status_file import create_status_file
 from worker.run_files import Claim, NameInUse, RunFiles
 from workerproto.states import StateError
@@ -60,6 +61,7 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
     check_faults(launch.environment.get("RANKD_FAULT", ""))
     # From the claim on, being asked to stop must not leave files behind: it waits for the loop, which ends in order.
     # (To block the signals would not do: threads that numpy has started would take them.)
+    offer_stacks()
     asked: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda got, _frame: asked.append(got))

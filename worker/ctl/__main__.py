@@ -5,46 +5,54 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 from worker.exit_codes import ExitCode, Failure
 
-USAGE = """usage: workerctl SUBCOMMAND [options]
 
-  up       start a gang: workerctl up --model DIR [-tp T] [-pp P] [--name N] [--detach]
-  status   show a gang:  workerctl status [--name N] [--json] [--watch [SECONDS]]
-  down     end a gang:   workerctl down [--name N]
-  conformance  hold a gang to the wire's spec, rule by rule: workerctl conformance [--name N]
+class Command(NamedTuple):
+    """`worker.ctl.<module>.<function>(arguments, environment)` returns the exit code."""
 
-workerctl SUBCOMMAND --help shows its options."""
+    module: str
+    function: str
+    does: str
+    example: str
+
+
+COMMANDS = {
+    "up": Command("up", "up", "start a gang", "workerctl up --model DIR -tp 1 -pp 2 --name demo --detach"),
+    "status": Command("status", "show", "show a gang", "workerctl status --name demo --watch"),
+    "stacks": Command("stacks", "stacks", "stacks of every thread of every rank", "workerctl stacks --name demo"),
+    "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
+    "conformance": Command(
+        "conformance", "conformance", "hold a gang to the wire's spec", "workerctl conformance --name demo"
+    ),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.does}: {command.example}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: workerctl SUBCOMMAND [options]", "", *lines, "", "workerctl SUBCOMMAND --help shows its options."]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
-    try:
-        match name:
-            case "up":
-                from worker.ctl.up import up
-
-                return up(rest, os.environ)
-            case "status":
-                from worker.ctl.status import show
-
-                return show(rest, os.environ)
-            case "down":
-                from worker.ctl.down import down
-
-                return down(rest, os.environ)
-            case "conformance":
-                from worker.ctl.conformance import conformance
-
-                return conformance(rest, os.environ)
-            case "-h" | "--help" | "help":
-                print(USAGE)
-                return ExitCode.OK
-        known = "up, status, down and conformance are"
-        print(f"rankd: error: {name!r} is not a subcommand of workerctl; {known}", file=sys.stderr)
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return ExitCode.OK
+    command = COMMANDS.get(name)
+    if command is None:
+        known = ", ".join(COMMANDS)
+        print(f"rankd: error: {name!r} is not a subcommand of workerctl; there are {known}", file=sys.stderr)
         return ExitCode.USAGE
+    try:
+        function = getattr(import_module(f"worker.ctl.{command.module}"), command.function)
+        return int(function(rest, os.environ))
     except (ValueError, Failure) as error:
         if "--traceback" in rest or os.environ.get("RANKD_TRACEBACK") == "1":
             raise
