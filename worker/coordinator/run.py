@@ -19,10 +19,11 @@ import zmq
 import zmq.asyncio
 
 from worker import gang_messages as gm
-from worker.config import HARD_FRAME_BYTES, GangConfig
+from worker.config import GangConfig
 from worker.coordinator import admin, causes
 from worker.coordinator.gang import Gang
 from worker.coordinator.relay import Relay
+from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.spawn import RankProcess, spawn
 from worker.exit_codes import ExitCode, Failure
 from worker.processes import STOP_SIGNALS, started_at
@@ -124,9 +125,9 @@ class _Coordinator:
             self._launch.epoch, self._relay_failed_there,
         )  # fmt: skip
         self._control = [
-            self._socket(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
+            bound(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
         ]
-        self._admin = self._socket(asynchronous, zmq.ROUTER, files.admin_endpoint)
+        self._admin = bound(asynchronous, zmq.ROUTER, files.admin_endpoint)
         self._gang = gang = Gang(config, self._launch.epoch, relay, records, self._send, say)
         relay.start()
         for number in STOP_SIGNALS:
@@ -156,14 +157,6 @@ class _Coordinator:
             socket.close(linger=100)
         context.term()
         return code
-
-    @staticmethod
-    def _socket(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
-        socket = context.socket(kind)
-        socket.linger = 0
-        socket.maxmsgsize = HARD_FRAME_BYTES
-        socket.bind(endpoint)
-        return socket
 
     def _bring_ranks(self) -> None:
         launch, gang = self._launch, self._gang
@@ -202,8 +195,7 @@ class _Coordinator:
             self._gang.receive(rank, message)
 
     def _send(self, rank: int, message: gm.ToRank) -> None:
-        with suppress(zmq.Again):  # a rank that is gone
-            zmq.Socket.send(self._control[rank], gm.encode(message), zmq.NOBLOCK)
+        send_now(self._control[rank], gm.encode(message))
 
     # Talking to people.
 
@@ -211,8 +203,7 @@ class _Coordinator:
         while True:
             identity, *frames = await self._admin.recv_multipart()
             answer = json.dumps(self._answer(frames)).encode()
-            with suppress(zmq.ZMQError):
-                await self._admin.send_multipart([identity, answer], zmq.NOBLOCK)
+            send_now(self._admin, identity, answer)
 
     def _answer(self, frames: list[bytes]) -> dict[str, object]:
         try:
