@@ -132,13 +132,15 @@ def _epochs(stage: Stage) -> None:
     stage.step(1, PROMPT)
     stage.do("answers are held back", gang.hold_back)
     stage.step(2, step(Row(7, 3, 1, SAMPLE)))
-    stage.do("rank 0 fails", gang.fail)
+    stage.do("rank 0 fails", lambda: gang.fail(restarts=True))
     stage.do("answers are released", gang.release)
     stage.step(3, step())
     stage.do("the gang restarts", gang.restart)
     stage.step(3, step())
     stage.step(2, step(Row(7, 3, 1, SAMPLE)), epoch=2)  # its requests are gone
     stage.step(3, PROMPT, RESYNC, epoch=2)
+    stage.do("rank 0 fails for good", gang.fail)
+    stage.step(4, step(), epoch=2)
 
 
 def exchanges() -> dict[str, list[Said | Done]]:

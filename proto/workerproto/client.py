@@ -19,7 +19,7 @@ from typing import Self
 
 import zmq
 
-from workerproto.messages import Error, ErrorCode, Event, Facts, Kind, Step, Welcome
+from workerproto.messages import Bye, Error, ErrorCode, Event, Facts, Kind, Step, Welcome
 from workerproto.session import Frames, Received, Session
 from workerproto.states import Gang, RemoteStateError
 
@@ -94,6 +94,16 @@ class Client:
         return self._session.epoch
 
     @property
+    def failure(self) -> Event | None:
+        """Event FAILED, from then on until the gang is READY again; never if Bye follows instead."""
+        return self._session.failure
+
+    @property
+    def unanswered(self) -> int:
+        """Steps sent whose answer has not come."""
+        return self._session.unanswered
+
+    @property
     def credit(self) -> int:
         """Steps that `submit` takes before the next answer."""
         return self._session.credit
@@ -136,10 +146,9 @@ class Client:
         while self.state is not Gang.READY or self.facts is None:
             left = None if limit is None else limit - time.monotonic()
             received = self._next(left, f"the gang is {self.state}, not READY, after {timeout} s")
-            if isinstance(received.message, Event):
-                if self.state is Gang.FAILED:
-                    raise GangFailed(received.message)
-            else:
+            if isinstance(received.message, Bye) and self.failure is not None:
+                raise GangFailed(self.failure)
+            if not isinstance(received.message, Event):
                 self._waiting.append(received)
         return self.facts
 

@@ -51,7 +51,8 @@ class Received(NamedTuple):
 class Session:
     """One lease. Give it every frame that comes (`receive`), and send what it makes (`hello`, `step`, …).
 
-    facts: what a READY gang is; None until then, and after a failure. state: the gang's, as last heard.
+    facts: what a READY gang is; None until then, and after a failure. state: the gang's, as last heard. failure: Event
+    FAILED, until the gang is READY again.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class Session:
         self.epoch = 0
         self.state = Gang.STARTING
         self.facts: Facts | None = None
+        self.failure: Event | None = None
         self.lease_timeout_s = 0.0
         self._machine: Machine[Lease, LeaseEvent] = Machine(LEASE, Lease.NONE)
         self._next_seq = 1
@@ -172,7 +174,8 @@ class Session:
             self._machine.move(LeaseEvent.REFUSE)
         elif self.held and error.code in (ErrorCode.LEASE_ENDED, ErrorCode.BAD_LEASE):
             self._machine.move(LeaseEvent.TAKEOVER)
-        elif error.seq in self._unanswered:
+        elif error.seq in self._unanswered and error.code is not ErrorCode.BAD_EPOCH:
+            # (BAD_EPOCH is of a step that Event FAILED has answered; its sequence may be in use again.)
             self._unanswered.remove(error.seq)
             # Steps sent behind it are in error too, each by an Error of its own: the lowest is the one to go on with.
             self._next_seq = min(self._next_seq, error.seq)
@@ -183,7 +186,10 @@ class Session:
             raise RemoteStateError(f"an Event of epoch {event.epoch} came in epoch {self.epoch}")
         self.epoch, self.state = event.epoch, Gang(event.state)
         self.facts = event.facts or self.facts
+        if self.state is Gang.READY:
+            self.failure = None
         if self.state is Gang.FAILED:
+            self.failure = event
             # Answers everything that is open: its effect is lost, and a next epoch goes on behind the last answer.
             self._unanswered.clear()
             self._next_seq = event.last_answered + 1

@@ -272,8 +272,29 @@ def test_failure_comes_after_the_results_that_were_there(house: House) -> None:
     assert scheduler.receive()[0].seq == 1
     event = scheduler.expect(Event)
     assert (event.state, event.last_answered, event.fault) == ("FAILED", 1, fault)
+    bye = scheduler.expect(Bye)
+    assert (bye.code, bye.message) == ("FAILED", "boom")
     scheduler.step()
     assert scheduler.expect(Error).code is ErrorCode.LEASE_ENDED
+
+
+@pytest.mark.parametrize(("gang_step", "lease_step"), [(3, 1), (1, None), (9, None), (None, None)])
+def test_a_fault_names_its_step_in_the_lease_s_numbers(
+    house: House, gang_step: int | None, lease_step: int | None
+) -> None:
+    house.ready()
+    first = house.attached()
+    first.step()
+    house.take()
+    house.answer(1)
+    first.receive()
+    first.send(Kind.BYE, encode_body(Bye()))
+    house.answer(house.take()[1], RESET_DONE, msgspec.msgpack.encode(0))
+    second = house.attached()
+    second.step()
+    house.take()
+    house.enter(Gang.FAILED, fault=Fault(70, 1, "step", gang_step))
+    assert second.expect(Event).fault.step == lease_step
 
 
 def test_stop_is_the_last_of_the_stream(house: House) -> None:

@@ -30,6 +30,7 @@ CASES: list[tuple[type[wrong.Honest], str]] = [
     (wrong.AnyEpoch, "3.hello-epoch 11.* 14.epoch-before-sequence"),
     (wrong.AnyHello, "3.hello-sequence 9.lease-zero"),
     (wrong.AnyBody, "4.hello-[!d]* 4.hello-deep 6.bye-* 14.hello-body-before-header"),
+    (wrong.PingsWithBodies, "4.ping-has-no-body 4.pong-has-no-body"),
     (wrong.WholeHello, "4.hello-defaults"),
     (wrong.AnySequence, "3.sequence-bound 8.sequence-gap 8.sequence-replay"),
     (wrong.TakesTheSequenceOfAnError, "2.* 3.[!h]* 5.* 11.old-epoch 11.new-epoch 14.lease-* 19.*"),

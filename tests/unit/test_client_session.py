@@ -147,7 +147,7 @@ def test_failure_answers_everything_and_a_restart_keeps_the_lease() -> None:
     wire.step(PROMPT)
     wire.gang.hold_back()
     wire.step(Step())
-    wire.do(FakeGang.fail)
+    wire.do(lambda gang: gang.fail(restarts=True))
     event = wire.got[-1].message
     assert isinstance(event, Event)
     assert event.fault is not None

@@ -162,11 +162,13 @@ def test_delayed_answers_come_in_their_time(clock: Clock) -> None:
 
 def test_failure_is_told_with_its_cause(gang: FakeGang) -> None:
     gang.fail("disk full", code=70, rank=1)
-    ((_, _, event),) = answers(gang)
+    (_, _, event), (_, _, bye) = answers(gang)
+    assert isinstance(bye, Bye)
+    assert bye.code == "FAILED"
     assert isinstance(event, Event)
     assert event.fault is not None
     assert (event.state, event.fault.message, event.fault.rank) == ("FAILED", "disk full", 1)
-    assert code_of(say(gang, Kind.STEP, STEP, seq=1))[0] is ErrorCode.NOT_READY
+    assert code_of(say(gang, Kind.STEP, STEP, seq=1))[0] is ErrorCode.LEASE_ENDED
 
 
 def test_tokens_follow_from_what_is_seen_and_logprobs_have_their_form(gang: FakeGang) -> None:

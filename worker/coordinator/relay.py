@@ -74,6 +74,7 @@ class Relay:
         self._facts: Facts | None = None
         self._gang_seq = 0
         self._in_flight: deque[_InFlight] = deque()
+        self._recent: deque[_InFlight] = deque(maxlen=64)
         self._dirty = False  # steps were sent since the last reset
         self._resetting = False
         self._dropped = 0  # by resets, since the last Welcome
@@ -125,11 +126,14 @@ class Relay:
         self._state = state
         self._facts = facts or self._facts
         if (lease := self._lease) is not None and lease.held:
+            fault = fault and msgspec.structs.replace(fault, step=self._lease_step(lease, fault.step))
             self._tell(lease, Kind.EVENT, Event(state, self._epoch, lease.answered, facts, fault))
             if state is Gang.FAILED and lease is self._lease:
-                lease.end(LeaseEvent.GANG_ENDED)
-                self._ended.append(lease.number)
-                self._lease = None
+                self._end_lease(LeaseEvent.GANG_ENDED, "FAILED", fault.message if fault else "")
+
+    def _lease_step(self, lease: Lease, gang_seq: int | None) -> int | None:
+        """A fault names its step by gang sequence; None if it was none of this lease, or one of long ago."""
+        return next((s.lease_seq for s in self._recent if s.gang_seq == gang_seq and s.lease is lease), None)
 
     def stop_ranks(self) -> None:
         """The last frame in the stream of every rank."""
@@ -192,11 +196,14 @@ class Relay:
             self._dirty = True
             self._to_ranks(kind, header.flags, body, lease, header.seq)
         elif kind is Kind.PING:
+            decode_body(kind, body)
             self._send(identity, Header(Kind.PONG, 0, self._epoch, lease.number), b"")
         elif kind is Kind.BYE:
             decode_body(kind, body)
             self._end_lease(LeaseEvent.BYE)
-        elif kind is not Kind.PONG:
+        elif kind is Kind.PONG:
+            decode_body(kind, body)
+        else:
             raise WireError(ErrorCode.BAD_KIND, f"{kind.name} is not for a coordinator to receive", "kind", kind.name)
 
     def _to_ranks(self, kind: int, flags: int, body: bytes, lease: Lease | None = None, lease_seq: int = 0) -> None:
@@ -205,6 +212,7 @@ class Relay:
             if not self._in_flight:
                 self.head_since = time.monotonic()
             self._in_flight.append(_InFlight(sequence, lease, lease_seq))
+            self._recent.append(self._in_flight[-1])
         frame = seal(kind, flags, self._epoch, sequence)
         for socket in self._steps:
             try:

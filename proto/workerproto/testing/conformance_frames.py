@@ -68,6 +68,8 @@ _in_error("8.step-flag-4", _E.BAD_FLAGS, lambda link: (header(link, flags=4), EM
 _in_error("8.step-flag-8", _E.BAD_FLAGS, lambda link: (header(link, flags=8), EMPTY_STEP), names_seq=True)
 _in_error("8.step-flag-32768", _E.BAD_FLAGS, lambda link: (header(link, flags=1 << 15), EMPTY_STEP), names_seq=True)
 _in_error("3.flags-are-a-step-s", _E.BAD_FLAGS, lambda link: (header(link, kind=int(Kind.PING), flags=1, seq=0), b""))
+_in_error("4.ping-has-no-body", _E.BAD_BODY, lambda link: (header(link, kind=int(Kind.PING), seq=0), b"\x80"))
+_in_error("4.pong-has-no-body", _E.BAD_BODY, lambda link: (header(link, kind=int(Kind.PONG), seq=0), b"\x80"))
 _in_error("6.bye-body", _E.BAD_BODY, lambda link: (header(link, kind=int(Kind.BYE), seq=0), b""))
 _in_error("6.bye-unknown-field", _E.BAD_BODY, lambda link: (header(link, kind=int(Kind.BYE), seq=0), b"\x81\xa1x\x01"))
 _in_error(

@@ -113,16 +113,22 @@ class FakeGang:
         """Have the ranks refuse the next step MALFORMED, whatever it is."""
         self._refuse_next = True
 
-    def fail(self, message: str = "made to fail", code: int = 70, rank: int = 0) -> None:
-        """Fail with this first cause. What is unanswered stays so."""
+    def fail(
+        self, message: str = "made to fail", code: int = 70, rank: int = 0, *, restarts: bool = False
+    ) -> None:
+        """Fail with this first cause; what is unanswered stays so. The lease ends unless it `restarts`."""
         self.state = Gang.FAILED
+        fault = Fault(code, rank, "step", self._answers[0][1] if self._answers else None, None, message)
         self._answers.clear()
-        fault = Fault(code, rank, "step", self.steps_done, None, message)
         self._event(Event(self.state, self.epoch, self._last_answered, None, fault))
+        if not restarts:
+            self._end_lease(Bye("FAILED", message))
 
     def restart(self) -> None:
         """Begin the next epoch, with the same lease and nothing else left of the last one."""
         self.epoch += 1
+        self.state = Gang.STARTING
+        self._event(Event(self.state, self.epoch, self._last_answered))
         self.validator.reset()
         if self._holder:
             self._holder.next_seq = self._last_answered + 1
@@ -188,11 +194,14 @@ class FakeGang:
             self._judge_step(header, holder)
             self._step(header, body, holder)
         elif header.kind is Kind.PING:
+            decode_body(header.kind, body)
             self._send(peer, Kind.PONG, None, holder.lease)
         elif header.kind is Kind.BYE:
             decode_body(header.kind, body)
             self._end_lease(None)
-        elif header.kind is not Kind.PONG:
+        elif header.kind is Kind.PONG:
+            decode_body(header.kind, body)
+        else:
             kind = header.kind.name
             raise WireError(ErrorCode.BAD_KIND, f"{kind} is not for a gang to receive", "kind", kind)
 
