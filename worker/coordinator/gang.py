@@ -18,6 +18,7 @@ from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import Exit, RankProcess
 from worker.exit_codes import ExitCode, Failure
 from worker.rank.status_file import RankStatus, read_status
+from worker.weights_id import weights_id
 from workerproto.messages import Cache, Facts, Limits
 from workerproto.states import GANG, GangEvent, Machine
 from workerproto.states import Gang as GangState
@@ -226,7 +227,7 @@ class Gang:
             model=folder if len(folder) <= 256 else config.model.name,
             vocabulary=config.model_config.vocab,
             max_model_len=kv.max_model_len,
-            weights_id=f"{config.load_format}:{config.model.name}",
+            weights_id=weights_id(config.model, config.load_format, config.seed),
             weights_valid=True,
             kv=cache,
             tp=config.tp,

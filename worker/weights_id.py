@@ -1,0 +1,36 @@
+"""A name for the weights in force: the same on every host that has the same, another when any tensor has changed.
+
+Reading a model twice only to name it would double its start, so a little of every tensor stands for the whole: training
+changes a tensor throughout, never a few values alone. Times of files are left out, since a copy has others.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+
+SAMPLE_BYTES = 1024
+
+
+def weights_id(folder: Path, load_format: str, seed: int) -> str:
+    """`dummy:` and the seed; else `blake2b:` and 32 hex digits over name, size and header of every *.safetensors of the
+    folder, and over SAMPLE_BYTES from the middle of each of its tensors. Raises OSError or ValueError if the files are
+    not what `Checkpoint` would take.
+    """
+    if load_format == "dummy":
+        return f"dummy:{seed}"
+    digest = blake2b(digest_size=16)
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            header = stream.read(start - 8)
+            digest.update(header)
+            for name, entry in sorted(json.loads(header).items()):
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    stream.seek(start + max(begin, (begin + end - SAMPLE_BYTES) // 2))
+                    digest.update(stream.read(min(SAMPLE_BYTES, end - begin)))
+    return f"blake2b:{digest.hexdigest()}"
