@@ -22,7 +22,7 @@ from pathlib import Path
 
 from workerproto.rundir import gang_directory, ipc_endpoint
 
-_SOCKET = re.compile(r"sched|admin|[0-9a-f]{8}\.e\d+r\d+[sc]")
+_SOCKET = re.compile(r"sched|admin|[0-9a-f]{8}\.e\d+r\d+[sac]")
 _STATUS = re.compile(r"[0-9a-f]{8}\.status\d+")
 _LONGEST_LOCK = 32  # bytes: a pid
 
@@ -50,6 +50,9 @@ class RunFiles:
 
     def steps_endpoint(self, rank: int) -> str:
         return ipc_endpoint(self.folder / f"{self.launch}.e{self.epoch}r{rank}s")
+
+    def answers_endpoint(self, rank: int) -> str:
+        return ipc_endpoint(self.folder / f"{self.launch}.e{self.epoch}r{rank}a")
 
     def control_endpoint(self, rank: int) -> str:
         return ipc_endpoint(self.folder / f"{self.launch}.e{self.epoch}r{rank}c")

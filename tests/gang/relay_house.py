@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,21 @@ class House:
         self.ranks = [self.context.socket(zmq.DEALER) for _ in range(2)]
         for rank, socket in enumerate(self.ranks):
             socket.connect(self.files.steps_endpoint(rank))
+        self.answers = self.context.socket(zmq.PUSH)
+        self.answers.connect(self.files.answers_endpoint(1))
         self.relay.start()
         self.leases = 0
 
     def enter(self, state: Gang, **more: Any) -> None:
-        self.relay.post(lambda: self.relay.enter(state, **more))
+        """Returns when it has, so that whoever attaches next finds that state."""
+        entered = threading.Event()
+
+        def call() -> None:
+            self.relay.enter(state, **more)
+            entered.set()
+
+        self.relay.post(call)
+        assert entered.wait(LIMIT_MS / 1000)
 
     def ready(self) -> None:
         self.enter(Gang.READY, facts=FACTS)
@@ -112,7 +123,7 @@ class House:
 
     def answer(self, seq: int, kind: int = Kind.RESULT, body: bytes | None = None) -> None:
         body = encode_body(Result()) if body is None else body
-        self.ranks[1].send_multipart([seal(kind, 0, EPOCH, seq), body])
+        self.answers.send_multipart([seal(kind, 0, EPOCH, seq), body])
 
     def idle(self) -> bool:
         return not any(socket.poll(50) for socket in self.ranks)

@@ -137,16 +137,14 @@ def test_the_number_of_blocks_follows_from_bytes(runner: ModelRunner) -> None:
 
 def test_a_step_without_rows_is_answered_and_costs_nothing(runner: ModelRunner) -> None:
     empty = AcceptedStep(9, NONE, [], NONE, NONE, NONE, NONE, NONE, NONE, NONE)
-    output = runner.execute(empty, StepValidator(LIMITS).table)
-    assert output is not None
+    output = runner.execute(empty, StepValidator(LIMITS).table).wait()
     assert (output.sequence, len(output.tokens), output.timings.forward) == (9, 0, 0)
 
 
 def test_timings_and_logprobs_are_given(runner: ModelRunner) -> None:
     validator, asked = StepValidator(LIMITS), 0
     for step, _ in accepted_steps(validator):
-        output = runner.execute(step, validator.table)
-        assert output is not None
+        output = runner.execute(step, validator.table).wait()
         if step.num_rows:
             assert output.timings.forward > 0
             assert output.timings.wait >= 0

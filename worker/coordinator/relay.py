@@ -1,4 +1,4 @@
-"""The relay: a plain thread between the scheduler's socket and the ranks' step sockets.
+"""The relay: a plain thread between the scheduler's socket, the ranks' step sockets and the output rank's answers.
 
 It owns the lease, the credit and both sequences. The body of a step is never decoded: one receive, N sends of the same
 bytes. What the main thread wants of it comes as a call to run on this thread (`post`); if it cannot go on it says so by
@@ -64,7 +64,7 @@ class Relay:
         self._scheduler = _bind(context, zmq.ROUTER, files.scheduler_endpoint)
         self._scheduler.router_mandatory = True
         self._steps = [_bind(context, zmq.DEALER, files.steps_endpoint(rank)) for rank in range(world_size)]
-        self._output = self._steps[output_rank]
+        self._answers = _bind(context, zmq.PULL, files.answers_endpoint(output_rank))
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running = True
@@ -113,7 +113,7 @@ class Relay:
         """Bye to the holder, then every socket, with what was sent given this long to leave."""
         self.post(self._close)
         self._thread.join(timeout)
-        for socket in (self._scheduler, *self._steps):
+        for socket in (self._scheduler, self._answers, *self._steps):
             socket.close(linger=int(timeout * 1000))
         os.close(self._wake)
 
@@ -149,12 +149,12 @@ class Relay:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._scheduler, zmq.POLLIN)
-        poller.register(self._output, zmq.POLLIN)
+        poller.register(self._answers, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         try:
             while self._running:
                 for socket, _ in poller.poll(self._patience()):
-                    if socket is self._output:
+                    if socket is self._answers:
                         self._from_output(BATCH)
                     elif socket is self._scheduler:
                         self._from_scheduler()
@@ -222,7 +222,7 @@ class Relay:
                 pass  # its process is gone, which the main thread is about to see
 
     def _from_output(self, most: int) -> None:
-        for header, body in _waiting(self._output, most):
+        for header, body in _waiting(self._answers, most):
             self._answer(header, body)
 
     def _answer(self, frame: bytes, body: bytes) -> None:

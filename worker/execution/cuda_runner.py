@@ -74,8 +74,23 @@ class _Pending:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    """A step on a rank that answers none: see `PendingOutput`. ended: the event behind it; one of a later step after
+    some time, which is as good."""
+
+    sequence: int
+    ended: torch.cuda.Event
+
+    def wait(self) -> StepOutput:
+        self.ended.synchronize()
+        return StepOutput(self.sequence)
+
+
 class CudaRunner(ModelRunner):
     """See `Runner`."""
+
+    behind = True
 
     def __init__(self, model_config: ModelConfig, topology: Topology, config: RunnerConfig, groups: Groups) -> None:
         if config.max_steps_in_flight > MOST_STEPS_IN_FLIGHT:
@@ -261,7 +276,8 @@ class CudaRunner(ModelRunner):
     ) -> PendingOutput:
         if not self.topology.is_output:
             self.packets.release(turn)
-            return StepOutput(step.sequence)
+            self.packets.ready[turn].record(self.packets.stream)
+            return _Unanswered(step.sequence, self.packets.ready[turn])
         self.packets.end(turn, self.to_host)
         with torch.cuda.stream(self.to_host):
             fetched = None if logprobs is None else logprobs.fetch()

@@ -29,6 +29,8 @@ from workerproto.steps import AcceptedStep
 class ModelRunner:
     """See `Runner`. One stage's model, its KV cache, and its ends of the hops to the stages before and after."""
 
+    behind = False
+
     def __init__(self, model_config: ModelConfig, topology: Topology, config: RunnerConfig, groups: Groups) -> None:
         if config.max_logprobs > model_config.vocab:
             raise ValueError(f"max_logprobs {config.max_logprobs} exceeds the vocabulary of {model_config.vocab}")
@@ -120,20 +122,15 @@ class ModelRunner:
         padding = self.caches[0].shape[0] - 1
         table = dummy.padding_table(self.config, padding)
         for step in dummy.warm_up_steps(self.config):
-            output = self.execute(step, table)
-            if output is not None:
-                output.wait()
+            self.execute(step, table).wait()
         self.reset()
 
     # A step.
 
     @torch.inference_mode()
-    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput | None:
+    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
         self.slots.apply(step)
-        output: PendingOutput = StepOutput(step.sequence)
-        if step.num_rows:
-            output = self._execute(step, table)
-        return output if self.topology.is_output else None
+        return self._execute(step, table) if step.num_rows else StepOutput(step.sequence)
 
     def _execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
         if self.hidden_in:
@@ -160,7 +157,7 @@ class ModelRunner:
         self.slots.sampled(step.sequence, samples.slots, samples.positions)
         ended = time.perf_counter_ns()
         timings = StepTimings((received - began) // 1000, (forwarded - received) // 1000, (ended - forwarded) // 1000)
-        return _output(step.sequence, sampled, timings)
+        return _output(step.sequence, sampled if self.topology.is_output else None, timings)
 
     def _attention(self, rows: Rows) -> AttentionBatch:
         return AttentionBatch.build(self.model.backend, rows, self.config.device)

@@ -93,6 +93,10 @@ class Runner(Protocol):
     """
 
     @property
+    def behind(self) -> bool:
+        """Whether the device is still at work when `execute` returns."""
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one KV block on this rank, over its layers. After load."""
 
@@ -112,9 +116,9 @@ class Runner(Protocol):
         """Warm kernels with real steps that write to the padding block only, and capture graphs where the device has
         them."""
 
-    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput | None:
-        """Do or launch a step; its output on the output rank, None on the others. At most max_steps_in_flight outputs
-        may be waiting for `wait`.
+    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
+        """Do or launch a step. On ranks other than the output rank the output is empty, and tells only when the step is
+        done. At most max_steps_in_flight outputs may be waiting for `wait`.
 
         Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
         """

@@ -20,6 +20,7 @@ from worker.execution.runner import Profile, RunnerConfig
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Present, Proceed, Warm
 from worker.parallel.groups import Groups, make_groups
+from worker.rank.answers import Answers
 from worker.rank.control import Control
 from worker.rank.fault_points import FaultPoints
 from worker.rank.place import Place
@@ -43,6 +44,8 @@ class Seat:
     status: StatusWriter
     fault_points: FaultPoints
     steps: Callable[[], zmq.Socket[bytes]]
+    answers: Callable[[], zmq.Socket[bytes]]
+    fail: Callable[[BaseException], None]
     deadline: float
 
     def enter(self, phase: str) -> None:
@@ -88,8 +91,12 @@ def bring_up(seat: Seat) -> StepLoop:
     began = time.perf_counter()
     runner.capture()
     torch.manual_seed(config.seed)  # warming up has drawn from it
+    answers = Answers(
+        seat.answers() if topology.is_output else None, place.epoch, seat.status, seat.fault_points, seat.fail,
+        behind=runner.behind,
+    )  # fmt: skip
     loop = StepLoop(
-        seat.steps(), runner, step_limits(config, agreed), place.epoch, is_output=topology.is_output,
+        seat.steps(), runner, step_limits(config, agreed), place.epoch, answers,
         status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
     )  # fmt: skip
     seat.status.enter("ready")

@@ -108,7 +108,7 @@ class _RankProcess:
 
             seat = Seat(
                 self._config, self._place, self._threads, self._control, self._status, self._fault_points,
-                self._step_socket, self._deadline,
+                self._step_socket, self._answer_socket, self._fail, self._deadline,
             )  # fmt: skip
             self._steps = bring_up(seat)
             self._steps.run()
@@ -123,6 +123,12 @@ class _RankProcess:
         steps.linger = 0
         steps.connect(self._files.steps_endpoint(self._place.rank))
         return steps
+
+    def _answer_socket(self) -> zmq.Socket[bytes]:
+        answers: zmq.Socket[bytes] = zmq.Context().socket(zmq.PUSH)
+        answers.linger = 500  # ms: the answer to the last step, as the process ends; see Answers.close
+        answers.connect(self._files.answers_endpoint(self._place.rank))
+        return answers
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

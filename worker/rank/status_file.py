@@ -13,7 +13,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,9 @@ _READY, _STEP = PHASES.index("ready"), PHASES.index("step")
 
 
 class StatusWriter:
-    """Written by the compute thread alone. Before `attach` it keeps the record to itself."""
+    """Before `attach` it keeps the record to itself. Steps are begun by the compute thread, and ended in their order by
+    the thread that sees them done; of those under way the oldest is shown.
+    """
 
     def __init__(self, epoch: int, threads: int) -> None:
         self._record: bytearray | mmap.mmap = bytearray(SIZE)
@@ -38,6 +42,8 @@ class StatusWriter:
         self.steps_done = 0
         self._live = 0
         self._step_since = 0.0
+        self._under_way: deque[int] = deque()
+        self._lock = threading.Lock()
         _FIXED.pack_into(self._record, 0, _MAGIC, _VERSION, os.getpid(), epoch, threads, 0)
         self.enter(PHASES[0])
 
@@ -49,19 +55,26 @@ class StatusWriter:
         self._record = mapped
 
     def enter(self, phase: str) -> None:
-        self.phase = phase
-        self._write(PHASES.index(phase), time.monotonic())
+        with self._lock:
+            self.phase = phase
+            self._write(PHASES.index(phase), time.monotonic())
 
     def begin_step(self, sequence: int) -> None:
-        self.phase, self.step = "step", sequence
-        self._step_since = now = time.monotonic()
-        self._write(_STEP, now)
+        with self._lock:
+            self._under_way.append(sequence)
+            if len(self._under_way) == 1:
+                self._show_oldest()
 
     def end_step(self, live_requests: int) -> None:
-        self.phase = "ready"
-        self.steps_done += 1
-        self._live = live_requests
-        self._write(_READY, time.monotonic())
+        with self._lock:
+            self._under_way.popleft()
+            self.steps_done += 1
+            self._live = live_requests
+            if self._under_way:
+                self._show_oldest()
+            else:
+                self.phase = "ready"
+                self._write(_READY, time.monotonic())
 
     def end_reset(self) -> None:
         self._live = 0
@@ -69,6 +82,11 @@ class StatusWriter:
 
     def progress(self, done: int, total: int) -> None:
         _PROGRESS.pack_into(self._record, 72, done, total)
+
+    def _show_oldest(self) -> None:
+        self.phase, self.step = "step", self._under_way[0]
+        self._step_since = now = time.monotonic()
+        self._write(_STEP, now)
 
     def _write(self, phase: int, since: float) -> None:
         _NOW.pack_into(self._record, 24, phase, 0, since, self.step or 0, self._step_since, self.steps_done, self._live)

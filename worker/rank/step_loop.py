@@ -1,21 +1,20 @@
-"""The compute thread's loop: receive a step, judge it, execute it, answer. The hot path of a rank."""
+"""The compute thread's loop: receive a step, judge it, execute it or launch it. The hot path of a rank."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-import msgspec
 import zmq
 
 from worker import gang_messages
-from worker.execution.runner import Runner, StepOutput
+from worker.execution.runner import Runner
 from worker.exit_codes import ExitCode, Failure
-from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
+from worker.gang_messages import RESET, STOP, unseal
+from worker.rank.answers import Answers
 from worker.rank.fault_points import FaultPoints
 from worker.rank.status_file import StatusWriter
-from workerproto.codec import encode_body, pack
-from workerproto.messages import Kind, Refused, Result
+from workerproto.messages import Kind, Refused
 from workerproto.steps import Refusal, StepLimits
 from workerproto.validate import StepValidator
 
@@ -27,14 +26,14 @@ class StepLoop:
     """`report` takes a control message from this thread to the coordinator. `digests` is read by the main thread."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], runner: Runner, limits: StepLimits, epoch: int, *, is_output: bool,
+        self, socket: zmq.Socket[bytes], runner: Runner, limits: StepLimits, epoch: int, answers: Answers,
         status: StatusWriter, report: Callable[[gang_messages.FromRank], None], fault_points: FaultPoints,
     ) -> None:  # fmt: skip
         self._socket = socket
         self._runner = runner
         self._validator = StepValidator(limits)
         self._epoch = epoch
-        self._is_output = is_output
+        self._answers = answers
         self._status = status
         self._report = report
         self._fault_points = fault_points
@@ -62,6 +61,7 @@ class StepLoop:
             elif kind == RESET:
                 self._reset(sequence)
             elif kind == STOP:
+                self._answers.close()
                 self._runner.close()
                 return
             else:
@@ -78,45 +78,22 @@ class StepLoop:
             self._refuse(sequence, refusal)
         else:
             checked = time.perf_counter_ns()
-            launched = self._runner.execute(accepted, validator.table)
-            if launched is not None:
-                output = launched.wait()  # on CUDA a completion thread has to do this, so that the next step can follow
-                self._fault_points.reach("send")
-                self._answer(Kind.RESULT, sequence, _encode(output, (checked - began) // 1000))
+            output = self._runner.execute(accepted, validator.table)
+            self._answers.result(sequence, output, (checked - began) // 1000, validator.live_requests)
         self.latest = (sequence, validator.digest)
         if sequence % CHECKPOINT == 0:
             self.checkpoint = self.latest
-        self._status.end_step(validator.live_requests)
 
     def _refuse(self, sequence: int, refusal: Refusal) -> None:
-        if self._is_output:
-            answer = Refused(
-                refusal.code, refusal.cause, refusal.request, refusal.field, refusal.value[:256], refusal.bound[:256],
-                str(refusal),
-            )  # fmt: skip
-            self._answer(Kind.REFUSED, sequence, encode_body(answer))
+        answer = Refused(
+            refusal.code, refusal.cause, refusal.request, refusal.field, refusal.value[:256], refusal.bound[:256],
+            str(refusal),
+        )  # fmt: skip
+        self._answers.refused(sequence, answer, self._validator.live_requests)
         self._report(gang_messages.Refusal(sequence, refusal.code, refusal.request, refusal.field))
 
     def _reset(self, sequence: int) -> None:
         self._status.enter("reset")
         dropped = self._validator.reset()
         self._runner.reset()
-        if self._is_output:
-            self._answer(RESET_DONE, sequence, msgspec.msgpack.encode(dropped))
-        self._status.end_reset()
-
-    def _answer(self, kind: int, sequence: int, body: bytes) -> None:
-        self._socket.send(seal(kind, 0, self._epoch, sequence), zmq.SNDMORE)
-        self._socket.send(body)
-
-
-def _encode(output: StepOutput, validate_us: int) -> bytes:
-    timings = output.timings
-    times = pack([validate_us, timings.wait, timings.forward, timings.sample])
-    logprobs = output.logprobs
-    if logprobs is None:
-        return encode_body(Result(pack(output.tokens), output.nonfinite, timings_us=times))
-    values = memoryview(logprobs.values.astype("<f4").tobytes())
-    return encode_body(
-        Result(pack(output.tokens), output.nonfinite, pack(logprobs.ids), values, pack(logprobs.ranks), times)
-    )
+        self._answers.reset_done(sequence, dropped)
