@@ -67,7 +67,7 @@ def run_rank(config: GangConfig, place: Place, files: RunFiles, trace: bool) -> 
     from worker.rank.place import limit_threads
     from worker.rank.process import run
 
-    fault_points = FaultPoints(os.environ.get("RANKD_FAULT", ""), place.rank)
+    fault_points = FaultPoints(os.environ.get("RANKD_FAULT", ""), place.rank, place.epoch)
     limit_threads(threads_of(config, place.local_world_size))
     watch = ParentWatch(files)
     watch.add(place.parent, place.parent_started, "the launcher")

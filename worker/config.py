@@ -57,7 +57,7 @@ class GangConfig:
     tp: int
     pp: int
     partition: tuple[int, ...]
-    device: str  # "cpu" or "cuda"
+    device: str  # "cpu", "cuda" or "fake"
     dtype: str  # never "auto"
     load_format: str
     seed: int
@@ -179,7 +179,7 @@ def _kv_budget(options: argparse.Namespace, device: str) -> KvBudget:
     share = options.gpu_memory_utilization
     if share is not None and not (0 < share <= 1 and math.isfinite(share)):
         raise ValueError(f"--gpu-memory-utilization is {share:g}, it must be above 0 and at most 1")
-    if device == "cpu":
+    if device != "cuda":
         most = CPU_MOST_BY_DEFAULT if share is None else None
         return KvBudget(options.kv_cache_memory_bytes, share or CPU_SHARE, most)
     return KvBudget(options.kv_cache_memory_bytes, share or CUDA_SHARE, None)

@@ -13,7 +13,7 @@ from workerproto.rundir import DEFAULT_NAME
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-DEVICES = ("auto", "cuda", "cpu")
+DEVICES = ("auto", "cuda", "cpu", "fake")
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -40,7 +40,7 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--pipeline-partition", type=integers, metavar="N,N,…", help="layers of each stage; default: as even as it goes"
     )
-    add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU")
+    add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU; fake: made-up tokens, for tests")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of config.json, if the device computes it")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no checkpoint needed")
     add("--seed", type=int, default=0, help="of dummy weights")

@@ -14,6 +14,7 @@ from worker.processes import started_at
 from worker.rank.fault_points import FaultPoints, InjectedFault, check_faults
 from worker.rank.faults import describe
 from worker.rank.place import Place, spawn_environment
+from worker.topology import Topology
 from worker.weights import WeightsError
 
 
@@ -21,6 +22,7 @@ def told(error: BaseException, phase: str = "step", rank: int = 0) -> causes.Cau
     return causes.told(rank, describe(error, phase, 3, always_trace=False))
 
 
+RANKS = [Topology(rank, 2, 1, (7,)) for rank in range(2)]
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
 LATE = RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
 
@@ -92,12 +94,29 @@ def test_roll_call_prints_a_difference_from_both_sides() -> None:
 
 
 def test_fault_points() -> None:
-    points = FaultPoints("rank=1;at=step;n=2;do=raise, rank=0;at=load;do=exit:3", 1)
+    points = FaultPoints("rank=1;at=step;n=2;do=raise, rank=0;at=load;do=exit:3, rank=1;at=load;epoch=2;do=raise", 1, 1)
     points.reach("load")
     points.reach("step")
     with pytest.raises(InjectedFault):
         points.reach("step")
     points.reach("step")
+    spoiled = FaultPoints("rank=1;at=step;n=2;do=corrupt", 1, 1)
+    spoiled.reach("step")
+    assert [spoiled.corrupts("step") for _ in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("rank=4;at=step;do=raise", r"names rank 4, the gang's are 0 … 3"),
+        ("rank=1;at=recv;do=raise", "rank 1 receives nothing: it is on the first stage"),
+        ("rank=0;at=sample;do=raise", "rank 0 does not sample"),
+        ("rank=3;at=send;do=raise", "rank 3 sends nothing"),
+    ],
+)
+def test_fault_points_that_are_never_reached(text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_faults(text, [Topology(rank, 2, 2, (3, 4)) for rank in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -109,11 +128,14 @@ def test_fault_points() -> None:
         "rank=0;at=step;do=fly",
         "rank=0;at=step;n=0;do=raise",
         "rank=0;at=step;do=signal:X",
+        "rank=0;at=load;do=corrupt",
+        "rank=-1;at=step;do=raise",
+        "rank=0;at=step;do=raise;when=now",
     ],
 )
 def test_fault_points_that_mean_nothing(text: str) -> None:
     with pytest.raises(ValueError, match="is not rank=R;at=PLACE"):
-        check_faults(text)
+        check_faults(text, RANKS)
 
 
 def test_place_reads_what_spawn_writes() -> None:

@@ -59,7 +59,7 @@ class Launch:
 def run(config: GangConfig, launch: Launch) -> ExitCode:
     """Until the gang has ended; the first cause has then been said on stderr. Raises Failure or ValueError earlier."""
     files = RunFiles(config.name, launch.environment, launch.name, launch.epoch)
-    check_faults(launch.environment.get("RANKD_FAULT", ""))
+    check_faults(launch.environment.get("RANKD_FAULT", ""), [config.topology(r) for r in range(config.world_size)])
     # From the claim on, being asked to stop must not leave files behind: it waits for the loop, which ends in order.
     # (To block the signals would not do: threads that numpy has started would take them.)
     offer_stacks()

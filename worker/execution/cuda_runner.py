@@ -183,12 +183,17 @@ class CudaRunner(ModelRunner):
         prefill = None if single >= len(rows.counts) else self.model.backend.plan(rows.after(single)).prefill
         if self.feed and inputs is not None:
             self.feed.settle(inputs.needed)
+        if self.hidden_in:
+            self.reach("recv")
         received = self.hidden_in.wait() if self.hidden_in else None
         self.packets.began[turn].record(self.packets.stream)
         launched = self._replay(size, received) if size else self._forward(sent, single, prefill, received)
         if self.hidden_out:
+            self.reach("send")
             self.hidden_out.send(step.sequence, launched.hidden[: step.num_tokens])
         asked = self._asked(step, samples, all_rows=bool(size))
+        if asked is not None:
+            self.reach("sample")
         logprobs = self._draw(launched.scores, sent, asked) if asked is not None else None
         self._hand_round(step, samples, all_rows=bool(size))
         self.slots.sampled(step.sequence, samples.slots, samples.positions)

@@ -36,6 +36,7 @@ class ModelRunner:
             raise ValueError(f"max_logprobs {config.max_logprobs} exceeds the vocabulary of {model_config.vocab}")
         self.model_config, self.topology, self.config, self.groups = model_config, topology, config, groups
         self.group = groups.tensor_parallel
+        self.reach: Callable[[str], None] = lambda place: None  # told where a step has come to: recv, sample, send
         self.slots = RequestSlots(config.max_requests)
         # One more for what is sampled for nobody.
         self.last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=config.device)
@@ -146,12 +147,14 @@ class ModelRunner:
         hidden = hidden_or_tokens if inputs is None else self.model.embed(hidden_or_tokens)
         hidden = self.model.forward(hidden, batch, self.caches)
         if self.hidden_out:
+            self.reach("send")
             self.hidden_out.send(step.sequence, hidden)
         if self.feed and len(samples):
             self.feed.expect(step.sequence, torch.from_numpy(samples.slots).long().to(self.config.device))
         forwarded = time.perf_counter_ns()
         sampled = None
         if self.topology.is_last_stage and len(samples):
+            self.reach("sample")
             sampled = self._sample(self._pick(hidden, samples), sampling)
             self._feed_back(step.sequence, samples, sampled.tokens)
         self.slots.sampled(step.sequence, samples.slots, samples.positions)
@@ -166,6 +169,7 @@ class ModelRunner:
         """Token ids on the first stage, once those that it reads have come back; hidden states on the others."""
         if inputs is None:
             assert self.hidden_in is not None
+            self.reach("recv")
             return self.hidden_in.wait()
         if self.feed:
             self.feed.settle(inputs.needed)

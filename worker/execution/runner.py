@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
-from worker.execution.sampler import Logprobs
-from worker.execution.slots import Int32Array
+from workerproto.codec import Int32Array
 from workerproto.steps import AcceptedStep
+
+if TYPE_CHECKING:
+    import torch
+
+    from worker.execution.sampler import Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,24 @@ class BlockTable(Protocol):
     blocks: Int32Array
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
+    """What a step loop needs. Called from one thread."""
+
+    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
+        """Do or launch a step. On ranks other than the output rank the output is empty, and tells only when the step is
+        done. At most max_steps_in_flight outputs may be waiting for `wait`.
+
+        Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
+        """
+
+    def reset(self) -> None:
+        """Forget all requests (a new lease); steps already executed are let come to their end first."""
+
+    def close(self) -> None:
+        """Let what was sent arrive. Not after a failure."""
+
+
+class Runner(StepRunner, Protocol):
     """One rank's device. Called from one thread, in this order: load, profile, allocate, capture, then execute for
     each step.
 
@@ -115,16 +135,3 @@ class Runner(Protocol):
     def capture(self) -> None:
         """Warm kernels with real steps that write to the padding block only, and capture graphs where the device has
         them."""
-
-    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
-        """Do or launch a step. On ranks other than the output rank the output is empty, and tells only when the step is
-        done. At most max_steps_in_flight outputs may be waiting for `wait`.
-
-        Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
-        """
-
-    def reset(self) -> None:
-        """Forget all requests (a new lease); steps already executed are let come to their end first."""
-
-    def close(self) -> None:
-        """Let what was sent arrive. Not after a failure."""

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import psutil
 import torch
-import zmq
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch does not list them in __all__
 
 from worker.config import GangConfig
 from worker.execution.make_runner import make_runner
 from worker.execution.runner import Profile, RunnerConfig
 from worker.exit_codes import ExitCode, Failure
-from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Present, Proceed, Warm
+from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Warm
 from worker.parallel.groups import Groups, make_groups
 from worker.rank.answers import Answers
-from worker.rank.control import Control
-from worker.rank.fault_points import FaultPoints
 from worker.rank.place import Place
-from worker.rank.status_file import StatusWriter
+from worker.rank.seat import Seat, step_limits
 from worker.rank.step_loop import StepLoop
 from worker.weights import load_weights, open_weights
-from workerproto.codec import VERSION
-from workerproto.steps import StepLimits
 
 _BACKSTOP_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """What a bring-up works with, from the main thread. `deadline`: monotonic seconds, of READY."""
-
-    config: GangConfig
-    place: Place
-    threads: int
-    control: Control
-    status: StatusWriter
-    fault_points: FaultPoints
-    steps: Callable[[], zmq.Socket[bytes]]
-    answers: Callable[[], zmq.Socket[bytes]]
-    fail: Callable[[BaseException], None]
-    deadline: float
-
-    def enter(self, phase: str) -> None:
-        self.status.enter(phase)
-        self.control.report(Phase(phase))
-        self.fault_points.reach(phase)
 
 
 def bring_up(seat: Seat) -> StepLoop:
@@ -95,6 +66,7 @@ def bring_up(seat: Seat) -> StepLoop:
         seat.answers() if topology.is_output else None, place.epoch, seat.status, seat.fault_points, seat.fail,
         behind=runner.behind,
     )  # fmt: skip
+    runner.reach = seat.fault_points.reach
     loop = StepLoop(
         seat.steps(), runner, step_limits(config, agreed), place.epoch, answers,
         status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
@@ -104,13 +76,6 @@ def bring_up(seat: Seat) -> StepLoop:
     kv_bytes = runner.block_bytes * (agreed.num_blocks + 1)
     seat.control.report(Warm(kv_bytes, time.perf_counter() - began))
     return loop
-
-
-def step_limits(config: GangConfig, agreed: KvConfig) -> StepLimits:
-    return StepLimits(
-        agreed.num_blocks, config.block_size, config.model_config.vocab, agreed.max_model_len, config.max_tokens,
-        config.max_rows, config.max_requests, config.max_logprobs,
-    )  # fmt: skip
 
 
 def _device(config: GangConfig, place: Place) -> torch.device:
@@ -128,24 +93,20 @@ def _device(config: GangConfig, place: Place) -> torch.device:
     return device
 
 
+def _identity(device: torch.device) -> str:
+    """The same of one device under whatever number it is seen."""
+    return f"{device} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else str(device)
+
+
+def _nccl(device: torch.device) -> dict[str, str]:
+    return {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
+
+
 def _meet(seat: Seat, device: torch.device, dtype: torch.dtype) -> Groups:
     """Roll-call through the coordinator, which knows who is missing, and only then the store, which does not."""
     config, place = seat.config, seat.place
     seat.enter("rendezvous")
-    facts = {
-        "protocol": str(VERSION),
-        "torch": str(torch.__version__),
-        "tp x pp": f"{config.tp} x {config.pp}",
-        "layers of the stages": ", ".join(map(str, config.partition)),
-        "config.json": hashlib.sha256((config.model / "config.json").read_bytes()).hexdigest()[:16],
-        "dtype": config.dtype,
-        "device": device.type,
-        "block size": str(config.block_size),
-        "rows, tokens, positions": f"{config.max_rows}, {config.max_tokens}, {config.max_model_len}",
-        "load format": f"{config.load_format}, seed {config.seed}",
-    }
-    seat.control.report(Present(facts, str(device), torch.get_num_threads()))
-    seat.control.wait_for(Proceed, seat.deadline, "the end of the roll-call")
+    seat.roll_call(_identity(device), torch.get_num_threads(), {"torch": str(torch.__version__), **_nccl(device)})
     # The step limit is the coordinator's to watch, which can say who hangs; a communicator that gives up at the same
     # moment would only say who waited. Its own limit is for a rank whose coordinator is of no help any more.
     groups = make_groups(

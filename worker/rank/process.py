@@ -22,6 +22,7 @@ from worker.rank.fault_points import FaultPoints
 from worker.rank.faults import describe, write_error_file
 from worker.rank.parent_watch import ParentWatch
 from worker.rank.place import Place
+from worker.rank.seat import Seat
 from worker.rank.status_file import StatusWriter
 from worker.run_files import RunFiles
 
@@ -104,8 +105,10 @@ class _RankProcess:
     def _compute(self) -> None:
         """The compute thread: everything in torch, its import included."""
         try:
-            from worker.rank.boot import Seat, bring_up
-
+            if self._config.device == "fake":
+                from worker.rank.fake_boot import bring_up
+            else:
+                from worker.rank.boot import bring_up
             seat = Seat(
                 self._config, self._place, self._threads, self._control, self._status, self._fault_points,
                 self._step_socket, self._answer_socket, self._fail, self._deadline,

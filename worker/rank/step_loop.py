@@ -8,7 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from worker import gang_messages
-from worker.execution.runner import Runner
+from worker.execution.runner import StepRunner
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import RESET, STOP, unseal
 from worker.rank.answers import Answers
@@ -26,7 +26,7 @@ class StepLoop:
     """`report` takes a control message from this thread to the coordinator. `digests` is read by the main thread."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], runner: Runner, limits: StepLimits, epoch: int, answers: Answers,
+        self, socket: zmq.Socket[bytes], runner: StepRunner, limits: StepLimits, epoch: int, answers: Answers,
         status: StatusWriter, report: Callable[[gang_messages.FromRank], None], fault_points: FaultPoints,
     ) -> None:  # fmt: skip
         self._socket = socket

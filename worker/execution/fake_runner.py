@@ -1,0 +1,55 @@
+"""A runner without a device: `workerproto`'s fake model, which every rank computes whole, so nothing passes between
+them. Its tokens are made up, and the same whatever batches, blocks and layouts they are computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+
+from worker.execution.runner import BlockTable, StepOutput
+from worker.topology import Topology
+from workerproto.codec import unpack
+from workerproto.steps import AcceptedStep, RequestTable, StepLimits
+from workerproto.testing.fake_model import FakeModel
+
+_BYTES_A_POSITION = 4
+
+
+class FakeRunner:
+    """The part of `Runner` that a step loop uses. `reach` is called at the places where a real stage would wait for
+    the one before, sample, and send."""
+
+    def __init__(self, topology: Topology, block_size: int, reach: Callable[[str], None]) -> None:
+        self.block_bytes = block_size * _BYTES_A_POSITION
+        self._topology = topology
+        self._reach = reach
+        self._limits: StepLimits
+        self._model: FakeModel
+
+    def num_blocks(self, kv_bytes: int) -> int:
+        return kv_bytes // self.block_bytes
+
+    def allocate(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self.reset()
+
+    def execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput:
+        here = self._topology
+        if not here.is_first_stage:
+            self._reach("recv")
+        result = self._model.execute(step, cast(RequestTable, table))
+        if here.is_last_stage:
+            self._reach("sample")
+        else:
+            self._reach("send")
+        if not here.is_output:
+            return StepOutput(step.sequence)
+        return StepOutput(step.sequence, np.array(unpack(result.tokens)))
+
+    def reset(self) -> None:
+        self._model = FakeModel(self._limits)
+
+    def close(self) -> None:
+        pass

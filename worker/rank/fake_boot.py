@@ -1,0 +1,45 @@
+"""Bring-up of a rank without torch and without a device: every phase and message of a real one, nothing in them.
+
+So a scheduler, or what happens when something breaks, can be tried on a gang of real processes that starts at once.
+"""
+
+from __future__ import annotations
+
+from worker.execution.fake_runner import FakeRunner
+from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Warm
+from worker.rank.answers import Answers
+from worker.rank.seat import Seat, step_limits
+from worker.rank.step_loop import StepLoop
+
+
+def bring_up(seat: Seat) -> StepLoop:
+    """As `boot.bring_up`."""
+    config = seat.config
+    topology = config.topology(seat.place.rank)
+    seat.fault_points.reach("boot")
+    seat.enter("rendezvous")
+    seat.roll_call("fake", seat.threads, {})
+    runner = FakeRunner(topology, config.block_size, seat.fault_points.reach)
+    seat.enter("load")
+    seat.status.progress(1, 1)
+    seat.control.report(Loaded(0, 0.0))
+    seat.enter("profile")
+    available = config.kv.explicit or 1 << 20
+    seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))
+    agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
+    seat.enter("kv")
+    limits = step_limits(config, agreed)
+    runner.allocate(limits)
+    seat.enter("warmup")
+    answers = Answers(
+        seat.answers() if topology.is_output else None, seat.place.epoch, seat.status, seat.fault_points, seat.fail,
+        behind=False,
+    )  # fmt: skip
+    loop = StepLoop(
+        seat.steps(), runner, limits, seat.place.epoch, answers,
+        status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
+    )  # fmt: skip
+    seat.status.enter("ready")
+    seat.control.report(Phase("ready"))
+    seat.control.report(Warm(runner.block_bytes * agreed.num_blocks, 0.0))
+    return loop

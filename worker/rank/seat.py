@@ -1,0 +1,68 @@
+"""What a bring-up works with, whatever the device: its phases, the roll-call, and the limits of a step. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import zmq
+
+from worker.config import GangConfig
+from worker.gang_messages import KvConfig, Phase, Present, Proceed
+from worker.rank.control import Control
+from worker.rank.fault_points import FaultPoints
+from worker.rank.place import Place
+from worker.rank.status_file import StatusWriter
+from workerproto.codec import VERSION
+from workerproto.steps import StepLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """From the main thread to the compute thread. `fail`: of any thread, the end by an exception. `deadline`: monotonic seconds, of READY."""
+
+    config: GangConfig
+    place: Place
+    threads: int
+    control: Control
+    status: StatusWriter
+    fault_points: FaultPoints
+    steps: Callable[[], zmq.Socket[bytes]]
+    answers: Callable[[], zmq.Socket[bytes]]
+    fail: Callable[[BaseException], None]
+    deadline: float
+
+    def enter(self, phase: str) -> None:
+        self.status.enter(phase)
+        self.control.report(Phase(phase))
+        self.fault_points.reach(phase)
+
+    def roll_call(self, device: str, threads: int, versions: Mapping[str, str]) -> None:
+        """Returns once all ranks are there and run the same; the coordinator, which knows who is missing, judges that.
+
+        `device`: its identity on this host. Raises Failure at the deadline.
+        """
+        config = self.config
+        facts = {
+            "protocol": str(VERSION),
+            **versions,
+            "tp x pp": f"{config.tp} x {config.pp}",
+            "layers of the stages": ", ".join(map(str, config.partition)),
+            "config.json": hashlib.sha256((config.model / "config.json").read_bytes()).hexdigest()[:16],
+            "dtype": config.dtype,
+            "device": config.device,
+            "block size": str(config.block_size),
+            "rows, tokens, positions": f"{config.max_rows}, {config.max_tokens}, {config.max_model_len}",
+            "steps in flight": str(config.max_steps_in_flight),
+            "load format": f"{config.load_format}, seed {config.seed}",
+        }
+        self.control.report(Present(facts, device, threads))
+        self.control.wait_for(Proceed, self.deadline, "the end of the roll-call")
+
+
+def step_limits(config: GangConfig, agreed: KvConfig) -> StepLimits:
+    return StepLimits(
+        agreed.num_blocks, config.block_size, config.model_config.vocab, agreed.max_model_len, config.max_tokens,
+        config.max_rows, config.max_requests, config.max_logprobs,
+    )  # fmt: skip
