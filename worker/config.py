@@ -30,7 +30,8 @@ class Limits:
     startup: float
     step: float
     drain: float
-    heartbeat: float
+    heartbeat: float  # between two
+    silence: float  # of a rank, between two heartbeats
     lease: float
 
 
@@ -141,19 +142,26 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
 
 
 def _limits(options: argparse.Namespace) -> Limits:
-    named = {
+    limits = {
         "startup": options.startup_timeout,
         "step": options.step_timeout,
         "drain": options.drain_timeout,
         "heartbeat": options.heartbeat_interval,
+        "silence": options.heartbeat_timeout,
         "lease": options.lease_timeout,
     }
-    for name, value in named.items():
+    for name, value in limits.items():
         least = 0.0 if name == "drain" else 0.05
         if not least <= value <= 1e6:  # NaN is refused by this too
-            option = "--heartbeat-interval" if name == "heartbeat" else f"--{name}-timeout"
+            named = {"heartbeat": "--heartbeat-interval", "silence": "--heartbeat-timeout"}
+            option = named.get(name, f"--{name}-timeout")
             raise ValueError(f"{option} is {value:g} s, it must be from {least:g} to 1000000")
-    return Limits(**named)
+    if options.heartbeat_timeout < 2 * options.heartbeat_interval:
+        raise ValueError(
+            f"--heartbeat-timeout is {options.heartbeat_timeout:g} s, it must be at least twice --heartbeat-interval, "
+            f"{options.heartbeat_interval:g}"
+        )
+    return Limits(**limits)
 
 
 def _device(asked: str, environment: Mapping[str, str]) -> str:

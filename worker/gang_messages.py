@@ -98,9 +98,11 @@ class Warm(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """`digests`: (gang sequence, StepValidator.digest), at multiples of a fixed number and the latest."""
+    """`digests`: StepValidator.digest after each frame judged since the last heartbeat, u32 in this host's order, the
+    first of them of gang sequence `first`."""
 
-    digests: list[tuple[int, int]]
+    first: int
+    digests: bytes
 
 
 class Refusal(_Message, frozen=True):

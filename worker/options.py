@@ -40,7 +40,7 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--pipeline-partition", type=integers, metavar="N,N,…", help="layers of each stage; default: as even as it goes"
     )
-    add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU; fake: made-up tokens, for tests")
+    add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one; fake: made-up tokens")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of config.json, if the device computes it")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no checkpoint needed")
     add("--seed", type=int, default=0, help="of dummy weights")
@@ -62,6 +62,7 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--step-timeout", type=float, default=300, help="of the oldest step in flight (%(default)s)")
     limits.add_argument("--drain-timeout", type=float, default=10, help="of steps in flight at the end (%(default)s)")
     limits.add_argument("--heartbeat-interval", type=float, default=1, help="of each rank (%(default)s)")
+    limits.add_argument("--heartbeat-timeout", type=float, default=30, help="for a rank that is silent (%(default)s)")
     limits.add_argument("--lease-timeout", type=float, default=10, help="for a scheduler that is silent (%(default)s)")
     add("--traceback", action="store_true", help="on an error print its traceback too (or RANKD_TRACEBACK=1)")
 

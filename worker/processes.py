@@ -24,6 +24,15 @@ def started_at(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])  # the command, in parentheses, may hold anything
 
 
+def state_of(pid: int) -> str:
+    """The kernel's letter for what the process does, as in proc(5): R, S, D, T, Z …; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
 def parent_identity() -> tuple[int, int] | None:
     """(pid, start tick) of the parent, None if it is gone or outside of what we can see."""
     pid = os.getppid()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from array import array
 
 import pytest
 
@@ -65,32 +66,54 @@ def test_line_for_a_person() -> None:
     assert causes.own(ExitCode.PARENT_GONE, "torchrun is gone").line == "torchrun is gone"
 
 
+def packed(*digests: int) -> bytes:
+    return array("I", digests).tobytes()
+
+
 def test_ranks_that_agree() -> None:
     agreement = Agreement(2)
-    for sequence in range(1, 10_000):
-        agreement.digest(0, sequence, sequence)
-        if sequence % 2:
-            agreement.digest(1, sequence, sequence)
+    for sequence in range(1, 10_000, 2):
+        agreement.digests(0, sequence, packed(sequence, sequence + 1))
+        agreement.digests(1, sequence, packed(sequence))
+        agreement.digests(1, sequence + 1, packed(sequence + 1))
+    agreement.digests(0, 0, b"")
     agreement.refusal(0, Refusal(5, "MALFORMED", None, "x"))
     agreement.refusal(1, Refusal(5, "MALFORMED", None, "x"))
 
 
 def test_ranks_that_disagree_are_both_named() -> None:
     agreement = Agreement(2)
-    agreement.digest(0, 64, 0xAB)
-    with pytest.raises(Failure, match="step 64: digest of rank 0 is 000000ab, of rank 1 000000ac") as failure:
-        agreement.digest(1, 64, 0xAC)
+    agreement.digests(0, 63, packed(1, 0xAB, 0xB0))
+    line = "from step 64 on: rank 0 has digest 000000ab, rank 1 has digest 000000ac"
+    with pytest.raises(Failure, match=line) as failure:
+        agreement.digests(1, 63, packed(1, 0xAC, 0xC0))
     assert failure.value.code is ExitCode.DISAGREEMENT
     agreement.refusal(0, Refusal(5, "MALFORMED", None, "x"))
-    with pytest.raises(Failure, match="refusal of rank 0 is MALFORMED"):
+    with pytest.raises(Failure, match=r"step 5: rank 0 refused it \(MALFORMED"):
         agreement.refusal(1, Refusal(5, "TOO_LONG", 1, "x"))
+
+
+def test_one_rank_refuses_what_another_accepts() -> None:
+    agreement = Agreement(2)
+    agreement.refusal(1, Refusal(3, "MALFORMED", None, "body"))
+    agreement.digests(1, 1, packed(1, 2, 9))
+    with pytest.raises(Failure, match=r"from step 3 on: rank 1 refused it \(MALFORMED request None body\)"):
+        agreement.digests(0, 1, packed(1, 2, 3))
 
 
 def test_roll_call_prints_a_difference_from_both_sides() -> None:
     same = Present({"torch": "2.13", "dtype": "float32"}, "cpu", 1)
-    compare_present({0: same, 1: same})
+    compare_present({0: same, 1: same}, {0: "a", 1: "a"})
     with pytest.raises(Failure, match=r"torch is 2.13 on rank 0 and 2.11 on rank 1"):
-        compare_present({0: same, 1: Present({"torch": "2.11", "dtype": "float32"}, "cpu", 1)})
+        compare_present({0: same, 1: Present({"torch": "2.11", "dtype": "float32"}, "cpu", 1)}, {})
+
+
+def test_one_device_for_two_ranks() -> None:
+    device = Present({}, "cuda:0 GPU-5f1c", 1)
+    compare_present({0: device, 1: device}, {0: "a", 1: "b"})
+    with pytest.raises(Failure, match="rank 0 and rank 1 both have device cuda:0 GPU-5f1c of a") as failure:
+        compare_present({0: device, 1: device}, {0: "a", 1: "a"})
+    assert failure.value.code is ExitCode.ROLL_CALL
 
 
 def test_fault_points() -> None:

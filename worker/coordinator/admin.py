@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from worker.coordinator.gang import Gang, Rank
+from worker.coordinator.gang import Gang
 from worker.coordinator.lease import Lease
+from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
 from workerproto.codec import VERSION
 
@@ -38,6 +39,7 @@ def status(gang: Gang, relay: Relay) -> dict[str, Any]:
         "last_fault": None
         if fault is None
         else {n: getattr(fault, n) for n in ("code", "rank", "phase", "step", "message")},
+        "waiting_for": [_waited(one) for one in gang.waiting_for],
         "ranks": [_rank(gang, one) for one in gang.ranks],
     }
 
@@ -51,28 +53,32 @@ def _scheduler(holder: Lease) -> dict[str, Any]:
     }
 
 
+def _waited(one: Rank) -> dict[str, Any]:
+    status = one.status
+    return {
+        "rank": one.rank,
+        "state": one.condition,
+        "phase": status.phase if status else one.phase,
+        "seconds": round(status.phase_s, 3) if status else None,
+    }
+
+
 def _rank(gang: Gang, one: Rank) -> dict[str, Any]:
     place, status = gang.config.topology(one.rank), one.status
-    if one.gone:
-        state = "GONE"
-    elif one.hello is None:
-        state = "STARTING"
-    else:
-        state = "READY" if one.warm else "BRINGING_UP"
     return {
         "rank": one.rank,
         "node": one.hello.node if one.hello else None,
-        "pid": one.hello.pid if one.hello else one.process.pid if one.process else None,
+        "pid": one.pid,
         "tp": place.tp_rank,
         "pp": place.pp_rank,
         "device": one.present.device if one.present else None,
-        "state": state,
+        "state": one.condition,
         "phase": status.phase if status else one.phase,
         "phase_s": round(status.phase_s, 3) if status else None,
         "step": status.step if status else None,
         "step_age_s": round(status.step_age_s, 3) if status and status.step_age_s is not None else None,
         "steps_done": status.steps_done if status else 0,
-        "heartbeat_age_s": round(time.monotonic() - one.heard, 3),
+        "heartbeat_age_s": round(one.silent_s, 3),
         "loaded": round(status.done / status.total, 3) if status and status.total else None,
         "kv_bytes": one.warm.kv_bytes if one.warm else None,
         "num_blocks": gang.kv.num_blocks if gang.kv else None,

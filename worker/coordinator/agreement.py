@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import Present, Refusal
 
-REMEMBERED = 4096
+_REMEMBERED = 1 << 16
+_SHARED = ("cpu", "fake")
+"""Devices that all ranks of a host may have."""
 
 
 class Agreement:
-    """Compares what ranks report of a sequence, whenever it comes; raises Failure(DISAGREEMENT) naming both sides."""
+    """Compares what ranks report of a sequence, whenever it comes; raises Failure(DISAGREEMENT) naming both sides.
+
+    Each rank has a digest for every sequence, in order. What a step lacks to be judged by all is bounded by the steps
+    in flight and the time between two heartbeats; beyond `_REMEMBERED` the oldest is forgotten.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._seen: dict[tuple[str, int], dict[int, str]] = {}
+        self._seen: dict[int, dict[int, int]] = {}
+        self._refused: dict[int, dict[int, str]] = {}
 
-    def digest(self, rank: int, sequence: int, digest: int) -> None:
-        self._compare("digest", sequence, rank, f"{digest:08x}")
-
-    def refusal(self, rank: int, refusal: Refusal) -> None:
-        self._compare("refusal", refusal.seq, rank, f"{refusal.code} request {refusal.request} {refusal.field}")
-
-    def _compare(self, what: str, sequence: int, rank: int, value: str) -> None:
-        key = (what, sequence)
-        reports = self._seen.setdefault(key, {})
-        reports[rank] = value
-        for other, theirs in reports.items():
-            if theirs != value:
-                raise Failure(
-                    ExitCode.DISAGREEMENT,
-                    f"ranks disagree at step {sequence}: {what} of rank {other} is {theirs}, of rank {rank} {value}",
-                )
-        if len(reports) == self._world_size:
-            del self._seen[key]
-        elif len(self._seen) > REMEMBERED:
+    def digests(self, rank: int, first: int, digests: bytes) -> None:
+        """Of the sequences from `first` on, u32 each."""
+        for sequence, digest in enumerate(memoryview(digests).cast("I").tolist(), first):
+            reports = self._seen.setdefault(sequence, {})
+            reports[rank] = digest
+            for other, theirs in reports.items():
+                if theirs != digest:
+                    self._differ(sequence, other, theirs, rank, digest)
+            if len(reports) == self._world_size:
+                del self._seen[sequence]
+                self._refused.pop(sequence, None)
+        while len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]
 
+    def refusal(self, rank: int, refusal: Refusal) -> None:
+        """At once, and with the reason, which a digest does not have."""
+        what = f"{refusal.code} request {refusal.request} {refusal.field}"
+        reports = self._refused.setdefault(refusal.seq, {})
+        reports[rank] = what
+        for other, theirs in reports.items():
+            if theirs != what:
+                raise Failure(
+                    ExitCode.DISAGREEMENT,
+                    f"ranks disagree at step {refusal.seq}: rank {other} refused it ({theirs}), rank {rank} ({what})",
+                )
+        while len(self._refused) > _REMEMBERED:
+            del self._refused[next(iter(self._refused))]
 
-def compare_present(present: dict[int, Present]) -> None:
-    """Raises Failure(ROLL_CALL) if two ranks run different things."""
+    def _differ(self, sequence: int, one: int, digest_of_one: int, other: int, digest_of_other: int) -> None:
+        refused = self._refused.get(sequence, {})
+
+        def side(rank: int, digest: int) -> str:
+            return f"rank {rank} {f'refused it ({refused[rank]}), ' if rank in refused else ''}has digest {digest:08x}"
+
+        sides = f"{side(one, digest_of_one)}, {side(other, digest_of_other)}"
+        raise Failure(ExitCode.DISAGREEMENT, f"ranks disagree from step {sequence} on: {sides}")
+
+
+def compare_present(present: Mapping[int, Present], nodes: Mapping[int, str]) -> None:
+    """Raises Failure(ROLL_CALL) if two ranks run different things, or have the same device. `nodes`: host by rank."""
     first, *others = sorted(present)
     for rank in others:
         for name, value in present[first].facts.items():
@@ -46,3 +71,12 @@ def compare_present(present: dict[int, Present]) -> None:
                 raise Failure(
                     ExitCode.ROLL_CALL, f"roll-call: {name} is {value} on rank {first} and {theirs} on rank {rank}"
                 )
+    seated: dict[tuple[str, str], int] = {}
+    for rank, one in sorted(present.items()):
+        if one.device in _SHARED:
+            continue
+        node, identity = nodes.get(rank, ""), one.device.split()[-1]
+        if (other := seated.setdefault((node, identity), rank)) != rank:
+            raise Failure(
+                ExitCode.ROLL_CALL, f"roll-call: rank {other} and rank {rank} both have device {one.device} of {node}"
+            )

@@ -56,3 +56,7 @@ def exited(rank: int, phase: str, step: int | None, end: Exit) -> Cause:
 def own(code: ExitCode, message: str, rank: int | None = None, *, weight: int = OWN) -> Cause:
     """What the coordinator found out itself."""
     return Cause(weight, Fault(code, rank, message=message))
+
+
+def limit(code: ExitCode, message: str, rank: int, phase: str, step: int | None) -> Cause:
+    return Cause(LIMIT, Fault(code, rank, phase, step if phase == "step" else None, None, message))

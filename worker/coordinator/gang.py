@@ -7,17 +7,17 @@ import mmap
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from worker import gang_messages as gm
 from worker.config import FRAME_BYTES, GangConfig
-from worker.coordinator import causes
+from worker.coordinator import causes, limits
 from worker.coordinator.agreement import Agreement, compare_present
 from worker.coordinator.causes import Cause
+from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import Exit, RankProcess
 from worker.exit_codes import ExitCode, Failure
-from worker.rank.status_file import RankStatus, read_status
+from worker.rank.stacks import collect as collect_stacks
 from worker.weights_id import weights_id
 from workerproto.messages import Cache, Facts, Limits
 from workerproto.states import GANG, GangEvent, Machine
@@ -26,15 +26,7 @@ from workerproto.states import Gang as GangState
 GATHER_S = 0.2  # after the first sign of death: others may tell more of the cause
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
 STOP_S = 5.0  # for a clean end of the ranks after STOP
-
-_MILESTONES = {
-    GangState.STARTING: "hello",
-    GangState.ROLL_CALL: "present",
-    GangState.LOADING: "loaded",
-    GangState.PROFILING: "offer",
-    GangState.WARMING: "warm",
-}
-"""What the last rank must have sent for the gang to leave the state."""
+ONE_WISH_S = 0.1  # signals to stop that come as close as this are one: a process group gets it, and its leader again
 
 _BRING_UP = {
     GangState.ROLL_CALL: "all ranks run; roll-call, once each has imported torch",
@@ -42,36 +34,6 @@ _BRING_UP = {
     GangState.PROFILING: "all weights are loaded",
     GangState.WARMING: "the KV cache is agreed on; it is allocated, and kernels are warmed",
 }
-
-
-@dataclass
-class Rank:
-    """What is known of one rank."""
-
-    rank: int
-    status_record: mmap.mmap
-    process: RankProcess | None = None
-    hello: gm.Hello | None = None
-    present: gm.Present | None = None
-    loaded: gm.Loaded | None = None
-    offer: gm.KvOffer | None = None
-    warm: gm.Warm | None = None
-    phase: str = "boot"
-    heard: float = field(default_factory=time.monotonic)
-    told: bool = False  # its own account of its end is in
-
-    @property
-    def status(self) -> RankStatus | None:
-        return read_status(self.status_record)
-
-    def is_behind(self, step: int) -> bool:
-        """It has not done this step yet."""
-        status = self.status
-        return status is not None and (status.phase == "step" or (status.step or 0) < step)
-
-    @property
-    def gone(self) -> bool:
-        return self.process is not None and self.process.exited.done()
 
 
 class Gang:
@@ -83,7 +45,7 @@ class Gang:
     ) -> None:  # fmt: skip
         self.config = config
         self.epoch = epoch
-        self.ranks = [Rank(rank, record) for rank, record in enumerate(records)]
+        self.ranks = [Rank(rank, record, config.limits.heartbeat) for rank, record in enumerate(records)]
         self.facts: Facts | None = None
         self.kv: gm.KvConfig | None = None
         self.cause: Cause | None = None
@@ -97,6 +59,12 @@ class Gang:
         self._agreement = Agreement(config.world_size)
         self._causes: list[Cause] = []
         self._ending: asyncio.Task[None] | None = None
+        self._overdue: limits.Overdue | None = None
+        self._tick_s = tick_interval(config)
+        self._looked = time.monotonic()
+        self._asked = 0.0  # when it was first asked to stop
+        self._at_once = False
+        self.stacks: dict[int, str] = {}  # of a failure, by rank
 
     @property
     def state(self) -> GangState:
@@ -123,9 +91,8 @@ class Gang:
         one.heard = time.monotonic()
         try:
             match message:
-                case gm.Heartbeat(digests=digests):
-                    for sequence, digest in digests:
-                        self._agreement.digest(rank, sequence, digest)
+                case gm.Heartbeat(first=first, digests=digests):
+                    self._agreement.digests(rank, first, digests)
                 case gm.Hello():
                     self._hello(one, message)
                 case gm.Present():
@@ -151,7 +118,8 @@ class Gang:
                     one.told = True
                     self.fail(causes.told(rank, message))
                 case gm.StopAsked(reason=reason):
-                    self.stop(f"rank {rank} got {reason}")
+                    self.stop(f"rank {rank} got {reason}", again_at_once=one.asked)
+                    one.asked = True
         except Failure as failure:
             self.fail(causes.own(failure.code, str(failure)))
 
@@ -192,7 +160,10 @@ class Gang:
             self._send(one.rank, message)
 
     def _all_present(self) -> None:
-        compare_present({one.rank: one.present for one in self.ranks if one.present})
+        compare_present(
+            {one.rank: one.present for one in self.ranks if one.present},
+            {one.rank: one.hello.node for one in self.ranks if one.hello},
+        )
         self._to_all(gm.Proceed())
 
     def _all_offered(self) -> None:
@@ -210,7 +181,7 @@ class Gang:
                 "--kv-cache-memory-bytes",
             )
         self.kv = kv = gm.KvConfig(blocks, min(length, positions))
-        limits = Limits(
+        bounds = Limits(
             config.max_steps_in_flight,
             config.max_tokens,
             config.max_rows,
@@ -232,7 +203,7 @@ class Gang:
             kv=cache,
             tp=config.tp,
             pp=config.pp,
-            limits=limits,
+            limits=bounds,
         )
         self._to_all(kv)
 
@@ -240,25 +211,28 @@ class Gang:
 
     def tick(self) -> None:
         """Called about once a heartbeat: what takes too long is found here."""
-        now = time.monotonic()
-        limits = self.config.limits
-        if not self.ready.done() and self._ending is None and now - self.started > limits.startup:
-            self.fail(self._startup_limit())
-        head, since = self._relay.head, self._relay.head_since
-        if self.state is GangState.READY and head is not None and since and now - since > limits.step:
-            stuck = [one for one in self.ranks if one.is_behind(head)] or self.ranks
-            message = f"step {head} was not done within {limits.step:g} s; waiting for {_describe(stuck)}"
-            self.fail(causes.own(ExitCode.LIMIT, message, stuck[0].rank, weight=causes.LIMIT))
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > self._tick_s + 1.0:  # it was this process that did nothing: what has come is not read yet
+            for one in self.ranks:
+                one.heard = now
+            return
+        if self._ending is not None:
+            return
+        bounds, ranks = self.config.limits, self.ranks
+        overdue = limits.heartbeat_overdue(bounds, ranks)
+        if not self.ready.done():
+            overdue = overdue or limits.startup_overdue(bounds, ranks, self.state, self.started)
+        elif self.state is GangState.READY:
+            overdue = overdue or limits.step_overdue(bounds, ranks, self._relay.head, self._relay.head_since)
+        if overdue is not None:
+            self._overdue = overdue
+            self.fail(overdue.cause())
 
-    def _startup_limit(self) -> Cause:
-        """Names those that the others wait for."""
-        milestone = _MILESTONES[self.state]
-        late = [one for one in self.ranks if getattr(one, milestone) is None]
-        code = ExitCode.ROLL_CALL if milestone in ("hello", "present") else ExitCode.LIMIT
-        there = ", ".join(str(one.rank) for one in self.ranks if one not in late) or "none"
-        seconds = f"{self.config.limits.startup:g} s"
-        message = f"not ready within {seconds} ({self.state}): waiting for {_describe(late)}; there: rank {there}"
-        return causes.own(code, message, late[0].rank, weight=causes.LIMIT)
+    @property
+    def waiting_for(self) -> list[Rank]:
+        """Whom the gang waits for now."""
+        return limits.waiting_for(self.ranks, self.state, self._relay.head)
 
     # The end.
 
@@ -280,8 +254,12 @@ class Gang:
             self._ending = asyncio.create_task(self._fail())
 
     async def _fail(self) -> None:
-        await asyncio.sleep(GATHER_S)
-        self.cause = causes.first_cause(self._causes)
+        gathered = asyncio.get_running_loop().time() + GATHER_S
+        self.stacks = await self._stacks_of_all()
+        await asyncio.sleep(gathered - asyncio.get_running_loop().time())
+        first = causes.first_cause(self._causes)
+        by_limit = first.weight == causes.LIMIT and self._overdue is not None
+        self.cause = self._overdue.cause(self.stacks) if by_limit and self._overdue else first
         self._move(GangEvent.FAIL)
         self._to_all(gm.Stop(ExitCode.OTHER_RANK, self.cause.line))
         self._signal(signal.SIGTERM)
@@ -290,17 +268,33 @@ class Gang:
             await self._all_gone(1.0)
         self.ended.set_result(ExitCode(self.cause.fault.code))
 
-    def stop(self, why: str) -> None:
-        """Let what is in flight come to its end, within its limit, and end the gang in order. Idempotent."""
+    async def _stacks_of_all(self) -> dict[int, str]:
+        """Where every rank is, at the first sign of a failure."""
+        pids = {one.rank: one.pid for one in self.ranks if one.pid is not None and not one.gone}
+        stopped = {one.rank for one in self.ranks if one.stopped}
+        asked = [pid for rank, pid in pids.items() if rank not in stopped]
+        found = await asyncio.to_thread(collect_stacks, asked, GATHER_S)
+        return {rank: found.get(pid, "stopped (state T): it can tell nothing") for rank, pid in pids.items()}
+
+    def stop(self, why: str, *, again_at_once: bool = False) -> None:
+        """Let what is in flight come to its end, within its limit, and end the gang in order. Idempotent, unless it is
+        asked `again_at_once`: then nothing is waited for any more."""
+        now = time.monotonic()
         if self._ending is None:
             self._say(f"stopping: {why}")
+            self._asked = now
             self._ending = asyncio.create_task(self._stop())
+        elif again_at_once and self._asked and now - self._asked > ONE_WISH_S and not self._at_once:
+            self._say(f"ending at once: {why} again")
+            self._at_once = True
+            if self.state is GangState.STOPPING:
+                self._signal(signal.SIGKILL)
 
     async def _stop(self) -> None:
         if self._machine.allows(GangEvent.DRAIN):
             self._move(GangEvent.DRAIN)
             deadline = time.monotonic() + self.config.limits.drain
-            while self._relay.in_flight and time.monotonic() < deadline:
+            while self._relay.in_flight and time.monotonic() < deadline and not self._at_once:
                 await asyncio.sleep(0.01)
             self._move(GangEvent.DRAINED)
             self._relay.post(self._relay.stop_ranks)
@@ -308,6 +302,8 @@ class Gang:
             self._move(GangEvent.STOP)
             self._to_all(gm.Stop(ExitCode.OK, "stopped"))
             self._signal(signal.SIGTERM, [one for one in self.ranks if one.hello is None])  # it hears nothing yet
+        if self._at_once:
+            self._signal(signal.SIGKILL)
         for patience, number in ((STOP_S, signal.SIGTERM), (SIGTERM_S, signal.SIGKILL)):
             if await self._all_gone(patience):
                 break
@@ -329,13 +325,6 @@ class Gang:
         return not waiting or not (await asyncio.wait(waiting, timeout=seconds))[1]
 
 
-def _describe(ranks: list[Rank]) -> str:
-    """Who is waited for, in what, since when."""
-    return ", ".join(f"rank {one.rank} ({_doing(one)})" for one in ranks)
-
-
-def _doing(one: Rank) -> str:
-    if one.hello is None:
-        return "missing"
-    status = one.status
-    return f"{status.phase} for {status.phase_s:.1f} s" if status else one.phase
+def tick_interval(config: GangConfig) -> float:
+    """Seconds."""
+    return min(0.5, config.limits.heartbeat)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
 import msgspec
@@ -21,7 +22,7 @@ import zmq.asyncio
 from worker import gang_messages as gm
 from worker.config import GangConfig
 from worker.coordinator import admin, causes
-from worker.coordinator.gang import Gang
+from worker.coordinator.gang import Gang, tick_interval
 from worker.coordinator.relay import Relay
 from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.spawn import RankProcess, spawn
@@ -131,7 +132,7 @@ class _Coordinator:
         self._gang = gang = Gang(config, self._launch.epoch, relay, records, self._send, say)
         relay.start()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, gang.stop, number.name)
+            loop.add_signal_handler(number, partial(gang.stop, number.name, again_at_once=True))
         for got in self._asked:
             gang.stop(signal.Signals(got).name)
         if self._launch.starter is not None:
@@ -235,7 +236,7 @@ class _Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(min(0.5, self._config.limits.heartbeat))
+            await asyncio.sleep(tick_interval(self._config))
             self._gang.tick()
 
     def _relay_failed_there(self, error: BaseException) -> None:

@@ -64,6 +64,9 @@ def heading(answer: dict[str, Any]) -> list[str]:
     cache = f"{kv['num_blocks']} blocks of {kv['block_size']} positions ({kv['dtype']})" if kv else "not yet"
     scheduler = f"{driver['client'] or 'without a name'}, {driver['in_flight']} steps in flight" if driver else "none"
     lines.append(f"kv cache: {cache}   scheduler: {scheduler}   requests: {answer['requests_live']}")
+    for one in answer["waiting_for"]:
+        seconds = "" if one["seconds"] is None else f" for {one['seconds']:.1f} s"
+        lines.append(f"waiting for rank {one['rank']}: {one['state']}, {one['phase']}{seconds}")
     if fault := answer["last_fault"]:
         lines.append(f"fault: rank {fault['rank']}, {fault['phase']}: {fault['message']}")
     return lines

@@ -100,7 +100,7 @@ class _RankProcess:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._config.limits.heartbeat)
-            await self._control.send(Heartbeat(self._steps.digests if self._steps else []))
+            await self._control.send(Heartbeat(*(self._steps.take_digests() if self._steps else (0, b""))))
 
     def _compute(self) -> None:
         """The compute thread: everything in torch, its import included."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -18,12 +20,9 @@ from workerproto.messages import Kind, Refused
 from workerproto.steps import Refusal, StepLimits
 from workerproto.validate import StepValidator
 
-CHECKPOINT = 64
-"""Ranks compare digests at multiples of this sequence, wherever each of them is by then."""
-
 
 class StepLoop:
-    """`report` takes a control message from this thread to the coordinator. `digests` is read by the main thread."""
+    """`report` takes a control message from this thread to the coordinator."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], runner: StepRunner, limits: StepLimits, epoch: int, answers: Answers,
@@ -37,12 +36,12 @@ class StepLoop:
         self._status = status
         self._report = report
         self._fault_points = fault_points
-        self.latest = (0, 0)
-        self.checkpoint = (0, 0)
+        self._judged: deque[tuple[int, int]] = deque()
 
-    @property
-    def digests(self) -> list[tuple[int, int]]:
-        return [self.checkpoint, self.latest]
+    def take_digests(self) -> tuple[int, bytes]:
+        """Those since the last call, see Heartbeat. For the main thread."""
+        taken = [self._judged.popleft() for _ in range(len(self._judged))]
+        return (taken[0][0] if taken else 0), array("I", [digest for _, digest in taken]).tobytes()
 
     def run(self) -> None:
         """Until STOP comes in the stream. Whatever it raises is the end of the gang."""
@@ -70,19 +69,20 @@ class StepLoop:
     def _step(self, sequence: int, flags: int, body: bytes) -> None:
         self._status.begin_step(sequence)
         self._fault_points.reach("step")
+        if self._fault_points.corrupts("step"):
+            body = b""  # this rank refuses what the others accept
         began = time.perf_counter_ns()
         validator = self._validator
         try:
             accepted = validator.check(sequence, flags, body)
         except Refusal as refusal:
+            self._judged.append((sequence, validator.digest))
             self._refuse(sequence, refusal)
         else:
+            self._judged.append((sequence, validator.digest))  # before it is executed: that may wait for a peer
             checked = time.perf_counter_ns()
             output = self._runner.execute(accepted, validator.table)
             self._answers.result(sequence, output, (checked - began) // 1000, validator.live_requests)
-        self.latest = (sequence, validator.digest)
-        if sequence % CHECKPOINT == 0:
-            self.checkpoint = self.latest
 
     def _refuse(self, sequence: int, refusal: Refusal) -> None:
         answer = Refused(
@@ -95,5 +95,6 @@ class StepLoop:
     def _reset(self, sequence: int) -> None:
         self._status.enter("reset")
         dropped = self._validator.reset()
+        self._judged.append((sequence, self._validator.digest))
         self._runner.reset()
         self._answers.reset_done(sequence, dropped)
