@@ -42,8 +42,8 @@ class _Said(NamedTuple):
 
 
 class Answers:
-    """`socket`: the only one of its context, or None on ranks whose answers nobody waits for; their steps are only noted
-    as done. `fail(error)` is called on the completion thread if it cannot go on.
+    """`socket`: the only one of its context, or None on ranks whose answers nobody waits for; their steps are only
+    noted as done. `fail(error)` is called on the completion thread if it cannot go on.
     """
 
     def __init__(

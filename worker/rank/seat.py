@@ -20,7 +20,9 @@ from workerproto.steps import StepLimits
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """From the main thread to the compute thread. `fail`: of any thread, the end by an exception. `deadline`: monotonic seconds, of READY."""
+    """From the main thread to the compute thread. `fail`: the end by an exception, from any thread. `deadline`:
+    monotonic seconds, of READY.
+    """
 
     config: GangConfig
     place: Place
