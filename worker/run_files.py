@@ -4,6 +4,7 @@
     sched, admin     sockets for schedulers and for workerctl
     <launch>.e<epoch>r<rank>s, …c     sockets for steps and for control, one pair a rank
     <launch>.status<rank>             mapped status files
+    <launch>.trace<rank>, .relay      mapped rings of the latest steps, of ranks and of the relay
 
 `launch` keeps ranks of another launch that was given the same name from ever connecting here: a DEALER with two peers
 would deal every other step to the stranger. Whoever holds the lock, and only he, unlinks, and only what is of
@@ -23,7 +24,7 @@ from pathlib import Path
 from workerproto.rundir import gang_directory, ipc_endpoint
 
 _SOCKET = re.compile(r"sched|admin|[0-9a-f]{8}\.e\d+r\d+[sac]")
-_STATUS = re.compile(r"[0-9a-f]{8}\.status\d+")
+_MAPPED = re.compile(r"[0-9a-f]{8}\.((status|trace)\d+|relay)")
 _LONGEST_LOCK = 32  # bytes: a pid
 
 
@@ -59,6 +60,13 @@ class RunFiles:
 
     def status(self, rank: int) -> Path:
         return self.folder / f"{self.launch}.status{rank}"
+
+    def trace(self, rank: int) -> Path:
+        return self.folder / f"{self.launch}.trace{rank}"
+
+    @property
+    def relay_trace(self) -> Path:
+        return self.folder / f"{self.launch}.relay"
 
 
 class NameInUse(Exception):
@@ -106,7 +114,7 @@ class Claim:
             return True  # its holder has just removed it
         if path == self._path:
             return stat.S_ISREG(found.st_mode) and found.st_size <= _LONGEST_LOCK
-        if _STATUS.fullmatch(path.name):
+        if _MAPPED.fullmatch(path.name):
             return stat.S_ISREG(found.st_mode)
         return _SOCKET.fullmatch(path.name) is not None and stat.S_ISSOCK(found.st_mode)
 

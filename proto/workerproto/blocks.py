@@ -30,21 +30,30 @@ class BlockOwners:
         self._transaction = transaction
         self._owners: Int32Array = np.zeros(limits.num_blocks, np.int32)
         self._written: Int32Array = np.zeros(limits.num_blocks, np.int32)
+        self._used: Int32Array = np.zeros(1, np.int32)  # kept, since to count it takes longer than all the rest
 
     @property
     def used(self) -> int:
         """Blocks that have an owner."""
-        return int(np.count_nonzero(self._owners))
+        return int(self._used[0])
 
     def release(self, blocks: Int32Array) -> None:
         """Take one owner from each of a request's blocks."""
-        self._transaction.assign(self._owners, blocks, self._owners[blocks] - 1)
+        owners = self._owners[blocks] - 1
+        self._transaction.assign(self._owners, blocks, owners)
+        self._count(-int(np.count_nonzero(owners == 0)))
+
+    def _count(self, more: int) -> None:
+        if more:
+            self._transaction.assign(self._used, 0, int(self._used[0]) + more)
 
     def share(self, blocks: Int32Array, requests: Int32Array, field: str) -> None:
         """Give each block one more owner. Whether it is written is judged after the rows: see `judge_prefix`."""
         self._judge_range(blocks, requests, field)
         self._judge_distinct(blocks, requests, field)
-        self._transaction.assign(self._owners, blocks, self._owners[blocks] + 1)
+        owners = self._owners[blocks] + 1
+        self._transaction.assign(self._owners, blocks, owners)
+        self._count(int(np.count_nonzero(owners == 1)))
 
     def grant(self, blocks: Int32Array, requests: Int32Array, field: str) -> None:
         """Give blocks without an owner their only one; nothing in them counts as written any more."""
@@ -61,6 +70,7 @@ class BlockOwners:
                 request=request,
             )
         self._transaction.assign(self._owners, blocks, 1)
+        self._count(len(blocks))
         self._transaction.assign(self._written, blocks, 0)
 
     def write(self, blocks: Int32Array, ends: Int32Array) -> None:

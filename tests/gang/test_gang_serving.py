@@ -147,7 +147,7 @@ def test_status_as_table_and_watched(serving: RunningGang) -> None:
     table = workerctl(serving.run_dir, "status", "--name", "g")
     assert table.returncode == 0
     assert table.stdout.startswith("g  READY  epoch 1")
-    assert len(table.stdout.splitlines()) == 6
+    assert len(table.stdout.splitlines()) == 7
     watching = subprocess.Popen(
         [sys.executable, "-m", "worker.ctl", "status", "--name", "g", "--json", "--watch", "0.1"],
         env=environment(serving.run_dir), cwd=serving.run_dir, stdout=subprocess.PIPE, text=True,

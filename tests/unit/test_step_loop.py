@@ -16,6 +16,7 @@ from worker.rank.answers import Answers
 from worker.rank.fault_points import FaultPoints
 from worker.rank.status_file import StatusWriter
 from worker.rank.step_loop import StepLoop
+from worker.step_trace import StepTrace
 from workerproto.codec import decode_body, encode_body, pack, unpack
 from workerproto.messages import Kind, New, Refused, Result, Sampling, Step
 from workerproto.steps import AcceptedStep, StepLimits
@@ -46,6 +47,7 @@ class Device:
 
     def __init__(self, *, behind: bool) -> None:
         self.behind = behind
+        self.trace = StepTrace()
         self.launched: list[Pending] = []
         self.progress = threading.Condition()
         self.closed = False
@@ -88,8 +90,8 @@ class Rank:
         self.device = Device(behind=behind)
         self.status = StatusWriter(EPOCH, 1)
         self.errors: list[BaseException] = []
-        faults = FaultPoints("", 0)
-        said = Answers(answers, EPOCH, self.status, faults, self.errors.append, behind=behind)
+        faults = FaultPoints("", 0, EPOCH)
+        said = Answers(answers, EPOCH, self.status, self.device.trace, faults, self.errors.append, behind=behind)
         runner: Any = self.device
         self.reports: list[Any] = []
         loop = StepLoop(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from worker.coordinator.gang import Gang
 from worker.coordinator.lease import Lease
 from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
+from worker.step_records import PARTS, Recent, Records, doing, read_records, recent
 from workerproto.codec import VERSION
+
+STUCK_S = 5.0
+"""In one step, at which a rank is shown as stuck; half of --step-timeout if that is less."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def status(gang: Gang, relay: Relay) -> dict[str, Any]:
@@ -18,6 +25,9 @@ def status(gang: Gang, relay: Relay) -> dict[str, Any]:
     fault = gang.cause.fault if gang.cause else None
     statuses = [one.status for one in gang.ranks]
     live = max((status.live_requests for status in statuses if status), default=0)
+    traces = [read_records(one.trace_record)[0] for one in gang.ranks]
+    seen = [recent(trace) for trace in traces]
+    output = seen[config.world_size - config.tp]  # the one that answers
     return {
         "name": config.name,
         "state": str(gang.state),
@@ -33,14 +43,22 @@ def status(gang: Gang, relay: Relay) -> dict[str, Any]:
         "parallel": {"tp": config.tp, "pp": config.pp, "partition": list(config.partition)},
         "kv": None
         if facts is None
-        else {name: getattr(facts.kv, name) for name in ("num_blocks", "block_size", "dtype")},
+        else {name: getattr(facts.kv, name) for name in ("num_blocks", "block_size", "dtype")}
+        | {"used_blocks": output.used_blocks},
+        "rates": {
+            "window_s": output.window_s,
+            "steps_per_s": round(output.steps_per_s, 2),
+            "tokens_per_s": round(output.tokens_per_s, 2),
+            "sampled_per_s": round(output.sampled_per_s, 2),
+        },
+        "steps_in_flight": relay.in_flight,
         "scheduler": None if holder is None else _scheduler(holder),
         "requests_live": live,
         "last_fault": None
         if fault is None
         else {n: getattr(fault, n) for n in ("code", "rank", "phase", "step", "message")},
         "waiting_for": [_waited(one) for one in gang.waiting_for],
-        "ranks": [_rank(gang, one) for one in gang.ranks],
+        "ranks": [_rank(gang, *of) for of in zip(gang.ranks, seen, traces, strict=True)],
     }
 
 
@@ -63,8 +81,27 @@ def _waited(one: Rank) -> dict[str, Any]:
     }
 
 
-def _rank(gang: Gang, one: Rank) -> dict[str, Any]:
+def _state(gang: Gang, one: Rank, part: str) -> str:
+    """Its condition; or STUCK, in one step for suspiciously long; or WAITING, likewise, but for another rank."""
+    condition, status = one.condition, one.status
+    if condition == "READY" and status and status.phase in ("step", "reset"):
+        if status.phase_s > min(STUCK_S, gang.config.limits.step / 2):
+            return "WAITING" if part == PARTS["built"] else "STUCK"
+    return condition
+
+
+def _memory_of(pid: int | None) -> int | None:
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]
+    except (OSError, IndexError):
+        return None
+    return int(pages) * PAGE_BYTES
+
+
+def _rank(gang: Gang, one: Rank, seen: Recent, trace: Records) -> dict[str, Any]:
     place, status = gang.config.topology(one.rank), one.status
+    part = doing(trace)
+    hits = None if seen.graph_hit_rate is None else round(seen.graph_hit_rate, 3)
     return {
         "rank": one.rank,
         "node": one.hello.node if one.hello else None,
@@ -72,12 +109,20 @@ def _rank(gang: Gang, one: Rank) -> dict[str, Any]:
         "tp": place.tp_rank,
         "pp": place.pp_rank,
         "device": one.present.device if one.present else None,
-        "state": one.condition,
+        "state": _state(gang, one, part),
         "phase": status.phase if status else one.phase,
         "phase_s": round(status.phase_s, 3) if status else None,
         "step": status.step if status else None,
         "step_age_s": round(status.step_age_s, 3) if status and status.step_age_s is not None else None,
         "steps_done": status.steps_done if status else 0,
+        "doing": part or None,
+        "time_shares": {
+            "compute": round(seen.compute, 3),
+            "previous_stage": round(seen.previous_stage, 3),
+            "scheduler": round(seen.scheduler, 3),
+        },
+        "graph_hit_rate": hits if gang.config.device == "cuda" else None,
+        "host_memory_bytes": _memory_of(one.pid),
         "heartbeat_age_s": round(one.silent_s, 3),
         "loaded": round(status.done / status.total, 3) if status and status.total else None,
         "kv_bytes": one.warm.kv_bytes if one.warm else None,

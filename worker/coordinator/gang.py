@@ -40,12 +40,13 @@ class Gang:
     """`send(rank, message)` reaches a rank, `say(line)` a person. `ended` has the exit code once all ranks are gone."""
 
     def __init__(
-        self, config: GangConfig, epoch: int, relay: Relay, records: list[mmap.mmap],
+        self, config: GangConfig, epoch: int, relay: Relay, records: list[mmap.mmap], traces: list[mmap.mmap],
         send: Callable[[int, gm.ToRank], None], say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.config = config
         self.epoch = epoch
-        self.ranks = [Rank(rank, record, config.limits.heartbeat) for rank, record in enumerate(records)]
+        beat = config.limits.heartbeat
+        self.ranks = [Rank(rank, *maps, beat) for rank, maps in enumerate(zip(records, traces, strict=True))]
         self.facts: Facts | None = None
         self.kv: gm.KvConfig | None = None
         self.cause: Cause | None = None

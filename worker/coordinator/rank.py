@@ -20,6 +20,7 @@ class Rank:
 
     rank: int
     status_record: mmap.mmap
+    trace_record: mmap.mmap
     heartbeat: float  # seconds between two of them
     process: RankProcess | None = None
     hello: gm.Hello | None = None

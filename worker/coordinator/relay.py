@@ -22,6 +22,7 @@ from worker.config import FRAME_BYTES, HARD_FRAME_BYTES
 from worker.coordinator.lease import Lease, judge_hello, judge_sender
 from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
 from worker.run_files import RunFiles
+from worker.step_trace import DONE, FLAG_RELAYED, StepTrace
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_sequence
 from workerproto.messages import (
     ORDERED_KINDS,
@@ -48,6 +49,7 @@ class _InFlight(NamedTuple):
     gang_seq: int
     lease: Lease | None  # None: a reset
     lease_seq: int
+    place: int  # of its record in the trace
 
 
 class Relay:
@@ -81,6 +83,7 @@ class Relay:
         self._primary_refusal = (0, 0)  # gang sequence, lease sequence
         self.head_since = 0.0  # since when the oldest frame in flight waits for its answer; 0 if none
         self.steps_done = 0
+        self.trace = StepTrace()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def start(self) -> None:
@@ -211,7 +214,10 @@ class Relay:
         if kind != STOP:
             if not self._in_flight:
                 self.head_since = time.monotonic()
-            self._in_flight.append(_InFlight(sequence, lease, lease_seq))
+            place = self.trace.begin()
+            self.trace.receive(sequence)
+            self.trace.flag(FLAG_RELAYED)
+            self._in_flight.append(_InFlight(sequence, lease, lease_seq, place))
             self._recent.append(self._in_flight[-1])
         frame = seal(kind, flags, self._epoch, sequence)
         for socket in self._steps:
@@ -231,6 +237,7 @@ class Relay:
         if step is None or step.gang_seq != sequence or epoch != self._epoch:
             raise RuntimeError(f"the output rank answered {sequence} of epoch {epoch}, outstanding was {step}")
         self.head_since = time.monotonic() if self._in_flight else 0.0
+        self.trace.mark_at(step.place, DONE)
         if kind == RESET_DONE:
             return self._reset_done(msgspec.msgpack.decode(body, type=int))
         self.steps_done += 1

@@ -32,6 +32,7 @@ from worker.rank.fault_points import check_faults
 from worker.rank.stacks import offer as offer_stacks
 from worker.rank.status_file import create_status_file
 from worker.run_files import Claim, NameInUse, RunFiles
+from worker.step_trace import create_trace_file
 from workerproto.states import StateError
 
 LAST_WORDS_S = 1.0
@@ -120,6 +121,7 @@ class _Coordinator:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         asynchronous = zmq.asyncio.Context(context)
         records = [create_status_file(files.status(rank)) for rank in range(config.world_size)]
+        traces = [create_trace_file(files.trace(rank)) for rank in range(config.world_size)]
         output_rank = config.world_size - config.tp
         self._relay = relay = Relay(
             context, files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease,
@@ -129,7 +131,8 @@ class _Coordinator:
             bound(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
         ]
         self._admin = bound(asynchronous, zmq.ROUTER, files.admin_endpoint)
-        self._gang = gang = Gang(config, self._launch.epoch, relay, records, self._send, say)
+        relay.trace.map(create_trace_file(files.relay_trace))
+        self._gang = gang = Gang(config, self._launch.epoch, relay, records, traces, self._send, say)
         relay.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, partial(gang.stop, number.name, again_at_once=True))

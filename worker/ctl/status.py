@@ -5,53 +5,77 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
+from worker.exit_codes import Failure
 from worker.options import Parser
 from worker.run_files import RunFiles
 from workerproto.rundir import DEFAULT_NAME
 
 READY, NOT_READY, FAILED = 0, 1, 2
 COLUMNS = (
-    "rank", "node", "pid", "tp", "pp", "device", "state", "phase", "for", "step", "steps", "kv", "blocks", "threads",
+    "rank", "node", "pid", "tp", "pp", "device", "state", "phase", "for", "step", "age", "steps", "compute", "prev",
+    "sched", "graphs", "kv", "host", "threads",
 )  # fmt: skip
 
 
 def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """0: READY, 1: not, 2: failed, 3: no such gang."""
-    parser = Parser("workerctl status", "Show a gang. Exit code 0: READY, 1: not, 2: failed, 3: there is none.")
+    parser = Parser(
+        "workerctl status",
+        "Show a gang. Exit code 0: READY, 1: not (or a rank is stuck), 2: failed, 3: there is none. "
+        "compute, prev and sched are shares of the last 5 s: at work, waiting for the previous stage, waiting for the "
+        "scheduler. Example: workerctl status --name demo --watch",
+    )
     parser.add_argument("--name", default=DEFAULT_NAME)
-    parser.add_argument("--json", action="store_true", help="one JSON object (a line each with --watch)")
+    parser.add_argument("--json", action="store_true", help="one object (with --watch one a line), see docs/status.md")
     parser.add_argument("--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="again and again (1)")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     files = RunFiles(options.name, environment)
-    try:
-        while True:
-            answer = ask(files, "status")
-            _print(answer, as_json=options.json, again=options.watch is not None)
-            if options.watch is None:
-                break
-            time.sleep(max(0.05, options.watch))
-    except NoSuchGang as error:
-        print(f"rankd: error: {error}", file=sys.stderr)
-        return NO_SUCH_GANG
-    except KeyboardInterrupt:
-        pass
-    return READY if answer["state"] == "READY" else FAILED if answer["state"] == "FAILED" else NOT_READY
+    again = options.watch is not None
+    with ExitStack() as stack:
+        show = _printer(as_json=options.json, again=again, stack=stack)
+        try:
+            while True:
+                answer = ask(files, "status")
+                show(answer)
+                if not again:
+                    break
+                time.sleep(max(0.05, options.watch))
+        except NoSuchGang as error:
+            stack.close()
+            print(f"rankd: error: {error}", file=sys.stderr)
+            return NO_SUCH_GANG
+        except Failure as error:  # a coordinator that lives and does not answer
+            stack.close()
+            print(f"rankd: error: {error}", file=sys.stderr)
+            return FAILED
+        except KeyboardInterrupt:
+            pass
+    return health(answer)
 
 
-def _print(answer: dict[str, Any], *, as_json: bool, again: bool) -> None:
+def health(answer: dict[str, Any]) -> int:
+    """READY also means that no rank is stuck: what a probe wants to know."""
+    if answer["state"] == "FAILED":
+        return FAILED
+    stuck = any(rank["state"] != "READY" for rank in answer["ranks"])
+    return READY if answer["state"] == "READY" and not stuck else NOT_READY
+
+
+def _printer(*, as_json: bool, again: bool, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
     if as_json:
-        print(json.dumps(answer, indent=None if again else 2), flush=True)
-    elif sys.stdout.isatty():
-        from worker.ctl.table import draw  # rich, which takes longer than all the rest
+        return lambda answer: print(json.dumps(answer, indent=None if again else 2), flush=True)
+    if not sys.stdout.isatty():
+        return lambda answer: print("\n".join([*heading(answer), *plain([COLUMNS, *rows(answer)])]), flush=True)
+    from worker.ctl import table  # rich, which takes longer than all the rest
 
-        draw(heading(answer), COLUMNS, rows(answer), clear=again)
-    else:
-        print("\n".join([*heading(answer), *_plain([COLUMNS, *rows(answer)])]), flush=True)
+    draw = stack.enter_context(table.redrawn()) if again else table.draw
+    return lambda answer: draw(heading(answer), COLUMNS, rows(answer))
 
 
 def heading(answer: dict[str, Any]) -> list[str]:
@@ -61,9 +85,17 @@ def heading(answer: dict[str, Any]) -> list[str]:
         f"{model['path']}  {model['architecture']}  {model['dtype']}  "
         f"tp {parallel['tp']} x pp {parallel['pp']}, layers " + " + ".join(map(str, parallel["partition"])),
     ]
-    cache = f"{kv['num_blocks']} blocks of {kv['block_size']} positions ({kv['dtype']})" if kv else "not yet"
-    scheduler = f"{driver['client'] or 'without a name'}, {driver['in_flight']} steps in flight" if driver else "none"
+    cache = "not yet"
+    if kv:
+        used = kv["used_blocks"] / max(1, kv["num_blocks"])
+        cache = f"{kv['used_blocks']} of {kv['num_blocks']} blocks ({used:.0%}) of {kv['block_size']}, {kv['dtype']}"
+    scheduler = (driver["client"] or "without a name") if driver else "none"
     lines.append(f"kv cache: {cache}   scheduler: {scheduler}   requests: {answer['requests_live']}")
+    rates = answer["rates"]
+    lines.append(
+        f"{rates['steps_per_s']:.1f} steps/s   {rates['tokens_per_s']:.1f} tokens/s, of them "
+        f"{rates['sampled_per_s']:.1f} sampled   {answer['steps_in_flight']} steps in flight"
+    )
     for one in answer["waiting_for"]:
         seconds = "" if one["seconds"] is None else f" for {one['seconds']:.1f} s"
         lines.append(f"waiting for rank {one['rank']}: {one['state']}, {one['phase']}{seconds}")
@@ -83,14 +115,26 @@ def _cells(rank: dict[str, Any]) -> list[str]:
     phase = text(rank["phase"])
     if rank["phase"] == "load" and rank["loaded"] is not None:
         phase += f" {rank['loaded']:.0%}"
-    seconds = "-" if rank["phase_s"] is None else f"{rank['phase_s']:.1f} s"
-    kv = "-" if rank["kv_bytes"] is None else f"{rank['kv_bytes'] / 2**20:.0f} MiB"
+    if rank["phase"] == "step" and rank["doing"]:
+        phase += f": {rank['doing']}"
+    shares = rank["time_shares"]
     return [
-        *(text(rank[name]) for name in ("rank", "node", "pid", "tp", "pp", "device", "state")), phase, seconds,
-        text(rank["step"]), text(rank["steps_done"]), kv, text(rank["num_blocks"]), text(rank["threads"]),
+        *(text(rank[name]) for name in ("rank", "node", "pid", "tp", "pp", "device", "state")), phase,
+        _seconds(rank["phase_s"]), text(rank["step"]), _seconds(rank["step_age_s"]), text(rank["steps_done"]),
+        *(f"{shares[name]:.0%}" for name in ("compute", "previous_stage", "scheduler")),
+        "-" if rank["graph_hit_rate"] is None else f"{rank['graph_hit_rate']:.0%}", _mebibytes(rank["kv_bytes"]),
+        _mebibytes(rank["host_memory_bytes"]), text(rank["threads"]),
     ]  # fmt: skip
 
 
-def _plain(table: list[tuple[str, ...]]) -> list[str]:
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _mebibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:.0f} MiB"
+
+
+def plain(table: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

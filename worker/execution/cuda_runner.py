@@ -37,6 +37,7 @@ from worker.layers.cuda_attention import MOST_STEPS_IN_FLIGHT, CudaPlan, DecodeP
 from worker.layers.launch import Launcher, blocks
 from worker.model_config import ModelConfig
 from worker.parallel.groups import Groups
+from worker.step_trace import ARRIVED, BUILT, FORWARDED, SAMPLED, SENT
 from worker.topology import Topology, padded_vocab
 from workerproto.messages import RowFlag
 from workerproto.steps import AcceptedStep
@@ -181,22 +182,29 @@ class CudaRunner(ModelRunner):
         sent = StepTensors(*self.packets.send(turn, arrays))
         single = size or len(arrays.tables)
         prefill = None if single >= len(rows.counts) else self.model.backend.plan(rows.after(single)).prefill
+        trace = self.trace
+        trace.shape(step.num_rows, step.num_tokens, len(samples), size)
+        trace.mark(BUILT)
         if self.feed and inputs is not None:
             self.feed.settle(inputs.needed)
         if self.hidden_in:
             self.reach("recv")
         received = self.hidden_in.wait() if self.hidden_in else None
+        trace.mark(ARRIVED)
         self.packets.began[turn].record(self.packets.stream)
         launched = self._replay(size, received) if size else self._forward(sent, single, prefill, received)
+        trace.mark(FORWARDED)
         if self.hidden_out:
             self.reach("send")
             self.hidden_out.send(step.sequence, launched.hidden[: step.num_tokens])
+        trace.mark(SENT)
         asked = self._asked(step, samples, all_rows=bool(size))
         if asked is not None:
             self.reach("sample")
         logprobs = self._draw(launched.scores, sent, asked) if asked is not None else None
         self._hand_round(step, samples, all_rows=bool(size))
         self.slots.sampled(step.sequence, samples.slots, samples.positions)
+        trace.mark(SAMPLED)
         return self._pending(step, turn, step.sampled_rows if size else np.arange(len(samples)), logprobs)
 
     def _graph_size(self, step: AcceptedStep) -> int:

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from worker.execution.runner import BlockTable, StepOutput
+from worker.step_trace import ARRIVED, BUILT, FORWARDED, SAMPLED, SENT, StepTrace
 from worker.topology import Topology
 from workerproto.codec import unpack
 from workerproto.steps import AcceptedStep, RequestTable, StepLimits
@@ -25,6 +26,7 @@ class FakeRunner:
         self.block_bytes = block_size * _BYTES_A_POSITION
         self._topology = topology
         self._reach = reach
+        self.trace = StepTrace()
         self._limits: StepLimits
         self._model: FakeModel
 
@@ -36,14 +38,21 @@ class FakeRunner:
         self.reset()
 
     def execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput:
-        here = self._topology
+        here, trace = self._topology, self.trace
+        trace.shape(step.num_rows, step.num_tokens, len(step.sampled_rows))
+        trace.mark(BUILT)
         if not here.is_first_stage:
             self._reach("recv")
+        trace.mark(ARRIVED)
         result = self._model.execute(step, cast(RequestTable, table))
+        trace.mark(FORWARDED)
         if here.is_last_stage:
+            trace.mark(SENT)
             self._reach("sample")
+            trace.mark(SAMPLED)
         else:
             self._reach("send")
+            trace.mark(SENT)
         if not here.is_output:
             return StepOutput(step.sequence)
         return StepOutput(step.sequence, np.array(unpack(result.tokens)))

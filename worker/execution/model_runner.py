@@ -22,6 +22,7 @@ from worker.models import build_model
 from worker.models.decoder import Decoder
 from worker.parallel.groups import Groups
 from worker.parallel.pipeline import Receiver, Sender, TokenFeed
+from worker.step_trace import ARRIVED, BUILT, FORWARDED, SAMPLED, SENT, StepTrace
 from worker.topology import Topology
 from workerproto.steps import AcceptedStep
 
@@ -37,6 +38,7 @@ class ModelRunner:
         self.model_config, self.topology, self.config, self.groups = model_config, topology, config, groups
         self.group = groups.tensor_parallel
         self.reach: Callable[[str], None] = lambda place: None  # told where a step has come to: recv, sample, send
+        self.trace = StepTrace()
         self.slots = RequestSlots(config.max_requests)
         # One more for what is sampled for nobody.
         self.last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=config.device)
@@ -141,24 +143,27 @@ class ModelRunner:
         inputs = inputs_of(step, rows.query_start, self.slots) if self.topology.is_first_stage else None
         batch = self._attention(rows)
         sampling = self.slots.sampling(samples.slots, samples.positions)
-        began = time.perf_counter_ns()
+        trace = self.trace
+        trace.shape(step.num_rows, int(rows.query_start[-1]), len(samples))
+        began = trace.mark(BUILT)
         hidden_or_tokens = self._receive(inputs)
-        received = time.perf_counter_ns()
+        received = trace.mark(ARRIVED)
         hidden = hidden_or_tokens if inputs is None else self.model.embed(hidden_or_tokens)
         hidden = self.model.forward(hidden, batch, self.caches)
+        trace.mark(FORWARDED)
         if self.hidden_out:
             self.reach("send")
             self.hidden_out.send(step.sequence, hidden)
         if self.feed and len(samples):
             self.feed.expect(step.sequence, torch.from_numpy(samples.slots).long().to(self.config.device))
-        forwarded = time.perf_counter_ns()
+        forwarded = trace.mark(SENT)
         sampled = None
         if self.topology.is_last_stage and len(samples):
             self.reach("sample")
             sampled = self._sample(self._pick(hidden, samples), sampling)
             self._feed_back(step.sequence, samples, sampled.tokens)
         self.slots.sampled(step.sequence, samples.slots, samples.positions)
-        ended = time.perf_counter_ns()
+        ended = trace.mark(SAMPLED)
         timings = StepTimings((received - began) // 1000, (forwarded - received) // 1000, (ended - forwarded) // 1000)
         return _output(step.sequence, sampled if self.topology.is_output else None, timings)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from worker.step_trace import StepTrace
 from workerproto.codec import Int32Array
 from workerproto.steps import AcceptedStep
 
@@ -89,6 +90,9 @@ class BlockTable(Protocol):
 
 class StepRunner(Protocol):
     """What a step loop needs. Called from one thread."""
+
+    trace: StepTrace
+    """The parts of each step are marked here."""
 
     def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
         """Do or launch a step. On ranks other than the output rank the output is empty, and tells only when the step is

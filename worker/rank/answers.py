@@ -19,6 +19,7 @@ from worker.execution.runner import PendingOutput, StepOutput
 from worker.gang_messages import RESET_DONE, seal
 from worker.rank.fault_points import FaultPoints
 from worker.rank.status_file import StatusWriter
+from worker.step_trace import COPIED, StepTrace
 from workerproto.codec import encode_body, pack
 from workerproto.messages import Kind, Refused, Result
 
@@ -30,6 +31,7 @@ class _Done(NamedTuple):
     output: PendingOutput
     validate_us: int
     live: int
+    place: int  # of its record in the trace
 
 
 class _Said(NamedTuple):
@@ -47,13 +49,14 @@ class Answers:
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes] | None, epoch: int, status: StatusWriter, fault_points: FaultPoints,
-        fail: Callable[[BaseException], None], *, behind: bool,
+        self, socket: zmq.Socket[bytes] | None, epoch: int, status: StatusWriter, trace: StepTrace,
+        fault_points: FaultPoints, fail: Callable[[BaseException], None], *, behind: bool,
     ) -> None:  # fmt: skip
         """behind: the device's steps end some time after `execute` returns."""
         self._socket = socket
         self._epoch = epoch
         self._status = status
+        self._trace = trace
         self._fault_points = fault_points
         self._fail = fail
         self._due: queue.SimpleQueue[_Done | _Said | None] = queue.SimpleQueue()
@@ -65,7 +68,7 @@ class Answers:
     # Compute thread.
 
     def result(self, sequence: int, output: PendingOutput, validate_us: int, live: int) -> None:
-        self._put(_Done(sequence, output, validate_us, live))
+        self._put(_Done(sequence, output, validate_us, live, self._trace.place))
 
     def refused(self, sequence: int, refused: Refused, live: int) -> None:
         self._put(_Said(sequence, Kind.REFUSED, encode_body(refused), live))
@@ -103,6 +106,9 @@ class Answers:
     def _give(self, answer: _Done | _Said) -> None:
         if isinstance(answer, _Done):
             output = answer.output.wait()
+            self._trace.mark_at(answer.place, COPIED)
+            if self._thread is not None:
+                self._trace.device_time(answer.place, 1000 * output.timings.forward)
             if self._socket is not None:
                 self._fault_points.reach("send")
                 self._send(self._socket, Kind.RESULT, answer.sequence, _encode(output, answer.validate_us))

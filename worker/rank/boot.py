@@ -62,9 +62,10 @@ def bring_up(seat: Seat) -> StepLoop:
     began = time.perf_counter()
     runner.capture()
     torch.manual_seed(config.seed)  # warming up has drawn from it
+    runner.trace.attach(seat.trace_file)
     answers = Answers(
-        seat.answers() if topology.is_output else None, place.epoch, seat.status, seat.fault_points, seat.fail,
-        behind=runner.behind,
+        seat.answers() if topology.is_output else None, place.epoch, seat.status, runner.trace, seat.fault_points,
+        seat.fail, behind=runner.behind,
     )  # fmt: skip
     runner.reach = seat.fault_points.reach
     loop = StepLoop(

@@ -31,9 +31,10 @@ def bring_up(seat: Seat) -> StepLoop:
     limits = step_limits(config, agreed)
     runner.allocate(limits)
     seat.enter("warmup")
+    runner.trace.attach(seat.trace_file)
     answers = Answers(
-        seat.answers() if topology.is_output else None, seat.place.epoch, seat.status, seat.fault_points, seat.fail,
-        behind=False,
+        seat.answers() if topology.is_output else None, seat.place.epoch, seat.status, runner.trace, seat.fault_points,
+        seat.fail, behind=False,
     )  # fmt: skip
     loop = StepLoop(
         seat.steps(), runner, limits, seat.place.epoch, answers,

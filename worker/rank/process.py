@@ -112,6 +112,7 @@ class _RankProcess:
             seat = Seat(
                 self._config, self._place, self._threads, self._control, self._status, self._fault_points,
                 self._step_socket, self._answer_socket, self._fail, self._deadline,
+                self._files.trace(self._place.rank),
             )  # fmt: skip
             self._steps = bring_up(seat)
             self._steps.run()

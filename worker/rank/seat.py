@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -34,6 +35,7 @@ class Seat:
     answers: Callable[[], zmq.Socket[bytes]]
     fail: Callable[[BaseException], None]
     deadline: float
+    trace_file: Path
 
     def enter(self, phase: str) -> None:
         self.status.enter(phase)

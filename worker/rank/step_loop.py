@@ -16,6 +16,7 @@ from worker.gang_messages import RESET, STOP, unseal
 from worker.rank.answers import Answers
 from worker.rank.fault_points import FaultPoints
 from worker.rank.status_file import StatusWriter
+from worker.step_trace import DONE, FLAG_REFUSED, FLAG_RESET, VALIDATED
 from workerproto.messages import Kind, Refused
 from workerproto.steps import Refusal, StepLimits
 from workerproto.validate import StepValidator
@@ -30,6 +31,7 @@ class StepLoop:
     ) -> None:  # fmt: skip
         self._socket = socket
         self._runner = runner
+        self._trace = runner.trace
         self._validator = StepValidator(limits)
         self._epoch = epoch
         self._answers = answers
@@ -46,9 +48,12 @@ class StepLoop:
     def run(self) -> None:
         """Until STOP comes in the stream. Whatever it raises is the end of the gang."""
         expected = 1
+        trace = self._trace
         while True:
+            trace.begin()
             header, body = self._socket.recv_multipart()
             kind, flags, epoch, sequence = unseal(header)
+            trace.receive(sequence)
             if sequence != expected or epoch != self._epoch:
                 raise Failure(
                     ExitCode.STEP,
@@ -71,18 +76,21 @@ class StepLoop:
         self._fault_points.reach("step")
         if self._fault_points.corrupts("step"):
             body = b""  # this rank refuses what the others accept
-        began = time.perf_counter_ns()
-        validator = self._validator
+        validator, trace = self._validator, self._trace
+        began = time.monotonic_ns()
         try:
             accepted = validator.check(sequence, flags, body)
         except Refusal as refusal:
             self._judged.append((sequence, validator.digest))
+            trace.flag(FLAG_REFUSED)
             self._refuse(sequence, refusal)
         else:
             self._judged.append((sequence, validator.digest))  # before it is executed: that may wait for a peer
-            checked = time.perf_counter_ns()
+            checked = trace.mark(VALIDATED)
             output = self._runner.execute(accepted, validator.table)
             self._answers.result(sequence, output, (checked - began) // 1000, validator.live_requests)
+        trace.held(validator.live_requests, validator.used_blocks)
+        trace.mark(DONE)
 
     def _refuse(self, sequence: int, refusal: Refusal) -> None:
         answer = Refused(
@@ -98,3 +106,5 @@ class StepLoop:
         self._judged.append((sequence, self._validator.digest))
         self._runner.reset()
         self._answers.reset_done(sequence, dropped)
+        self._trace.flag(FLAG_RESET)
+        self._trace.mark(DONE)
