@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -140,3 +143,71 @@ def test_a_stuck_rank_is_shown_as_stuck(run_dir: Path, tmp_path: Path) -> None:
             table = workerctl(run_dir, "status", "--name", "g")
             assert (table.returncode, "step: sample" in table.stdout) == (1, True)
             assert "in _act" in workerctl(run_dir, "stacks", "--name", "g", "--rank", "1").stdout
+
+
+def test_a_trace_has_every_part_of_every_rank_on_one_clock(serving: RunningGang, client: Client, tmp_path: Path) -> None:
+    run_steps(client, 12)
+    written = workerctl(serving.run_dir, "trace", "--name", "g", "--steps", "10", "--output", str(tmp_path / "t.json"))
+    assert written.returncode == 0, written.stderr
+    whole = json.loads((tmp_path / "t.json").read_text())
+    spans = {(e["pid"], e["name"], e["args"]["step"]): e for e in whole["traceEvents"] if e["ph"] == "X"}
+    steps = sorted({step for _, name, step in spans if name == "step"})
+    assert len(steps) == 10
+    parts = ("wait for scheduler", "validate", "receive", "forward", "send", "sample", "copy", "answer")
+    for step in steps:
+        first, last = spans[0, "step", step], spans[1, "step", step]
+        assert first["args"]["tokens"] == 1
+        for rank, whole_step in ((0, first), (1, last)):
+            inside = [spans[rank, name, step] for name in parts[1:]]
+            assert all(e["ts"] >= whole_step["ts"] - 1e-3 for e in inside)
+            assert all(e["ts"] + e["dur"] <= whole_step["ts"] + whole_step["dur"] + 1e-3 for e in inside)
+            assert spans[rank, "wait for scheduler", step]["ts"] <= whole_step["ts"]
+        assert spans[1, "forward", step]["ts"] > spans[0, "send", step]["ts"], "hidden states go one way, as time does"
+    flights = [e for e in whole["traceEvents"] if e["ph"] in "be" and e["id"] in steps]
+    assert len(flights) == 20
+    for begin, end in zip(flights[::2], flights[1::2], strict=True):
+        assert begin["ts"] < spans[0, "step", begin["id"]]["ts"]
+        assert end["ts"] > spans[1, "sample", begin["id"]]["ts"]
+    assert workerctl(serving.run_dir, "trace", "--name", "nobody").returncode == 3
+    assert "it must be from 1 to 4095" in workerctl(serving.run_dir, "trace", "--name", "g", "--steps", "0").stderr
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
+
+
+def test_the_timeline_in_a_browser(serving: RunningGang, client: Client, tmp_path: Path) -> None:
+    """What its script makes of it, after a click; and that it asks for nothing from anywhere."""
+    run_steps(client, 12)
+    output = str(tmp_path / "t.html")
+    drawn = workerctl(serving.run_dir, "timeline", "--name", "g", "--steps", "10", "--output", output)
+    assert drawn.returncode == 0, drawn.stderr
+    text = (tmp_path / "t.html").read_text()
+    assert not re.search(r"https?://|src=|{{", text)
+    said = drawn.stdout.splitlines()
+    share = r"[\d.]+%"
+    assert re.fullmatch(rf"rank 0: at work {share}, bubbles {share} \(previous stage {share}, scheduler {share}\)", said[0])
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no browser: install Debian's chromium to look at the page in one")
+    look = """<script>document.getElementById("in").click(); document.body.dataset.found = JSON.stringify({
+      steps: [...document.querySelectorAll(".step")].map(box => box.textContent),
+      bubbles: [...document.querySelectorAll(".row .receive, .row .wait-for-scheduler")]
+        .filter(box => box.offsetHeight > 30).length,
+      outside: [...document.querySelectorAll(".step")]
+        .filter(box => box.getBoundingClientRect().width < 0.01).length,
+      ticks: document.querySelectorAll("#axis span").length, zoom: document.getElementById("canvas").style.width,
+      sums: [...document.querySelectorAll("#sums li")].map(item => item.textContent)})</script></body>"""
+    (tmp_path / "looked.html").write_text(text.replace("</body>", look))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run(
+        [*command, "--enable-logging=stderr", "--dump-dom", (tmp_path / "looked.html").as_uri()],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    (found,) = re.findall(r'data-found="([^"]*)"', shown.stdout)
+    seen = json.loads(html.unescape(found))
+    assert len(seen["steps"]) == 20
+    assert len(set(seen["steps"])) == 10
+    assert seen["bubbles"] >= 20, "each step of each rank was waited for"
+    assert (seen["outside"], seen["zoom"], seen["sums"]) == (0, "160%", said[:2])
+    assert seen["ticks"] > 3

@@ -24,6 +24,10 @@ COMMANDS = {
     "up": Command("up", "up", "start a gang", "workerctl up --model DIR -tp 1 -pp 2 --name demo --detach"),
     "status": Command("status", "show", "show a gang", "workerctl status --name demo --watch"),
     "stacks": Command("stacks", "stacks", "stacks of every thread of every rank", "workerctl stacks --name demo"),
+    "trace": Command("trace", "trace", "the last steps for Perfetto", "workerctl trace --output trace.json"),
+    "timeline": Command(
+        "timeline", "timeline", "the last steps as a page, bubbles summed", "workerctl timeline --steps 50"
+    ),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
     "conformance": Command(
         "conformance", "conformance", "hold a gang to the wire's spec", "workerctl conformance --name demo"
