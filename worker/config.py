@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,9 +15,8 @@ from worker.model_config import ModelConfig
 from worker.topology import Topology
 
 LONGEST_BY_DEFAULT = 8192
-CPU_SHARE = 0.2
+UTILIZATION = 0.9
 CPU_MOST_BY_DEFAULT = 1 << 30
-CUDA_SHARE = 0.9
 MAX_LOGPROBS = 20
 LIVE_REQUESTS_PER_ROW = 4
 FRAME_BYTES = 16 << 20  # soft limit of a frame, answered by a typed error
@@ -36,16 +36,21 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class KvBudget:
-    """How much memory a rank's KV cache may take: `explicit` bytes, or a `share` of memory.
+class MemoryConfig:
+    """A rank's device memory; `worker.memory.budget` defines what utilization means.
 
-    On cpu it is a share of the host's free memory for the caches of all its ranks, at most `most` bytes a rank; on cuda
-    one of the device's memory, for weights and all else too.
+    kv_bytes: of the KV cache, given outright. most: of the KV cache where nothing was asked, on cpu. device_bytes: of
+    the device that a cpu plays; None for a rank's part of what the host has free. probe: "module:Class" in place of
+    the device's own. graphs: whether graphs count in the budget. cache: a folder for figures of earlier starts.
     """
 
-    explicit: int | None
-    share: float
+    utilization: float
+    kv_bytes: int | None
     most: int | None
+    device_bytes: int | None
+    probe: str | None
+    graphs: bool
+    cache: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class GangConfig:
     load_format: str
     seed: int
     block_size: int
-    kv: KvBudget
+    memory: MemoryConfig
     max_rows: int  # per step
     max_tokens: int  # per step
     max_model_len: int
@@ -102,10 +107,12 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         "--max-steps-in-flight": options.max_steps_in_flight,
         "--cpu-threads": options.cpu_threads,
         "--kv-cache-memory-bytes": options.kv_cache_memory_bytes,
+        "--cpu-memory-bytes": options.cpu_memory_bytes,
     }
     for name, value in whole.items():
         if value is not None and not 1 <= value < 1 << (53 if "bytes" in name else 31):
-            raise ValueError(f"{name} is {value}, it must be at least 1 and an int32")
+            kind = "below 2^53" if "bytes" in name else "an int32"
+            raise ValueError(f"{name} is {value}, it must be at least 1 and {kind}")
     if not 0 <= options.seed < 1 << 53:
         raise ValueError(f"--seed is {options.seed}, it must be from 0 to 2^53 - 1")
     limits = _limits(options)
@@ -129,7 +136,7 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         load_format=options.load_format,
         seed=options.seed,
         block_size=options.block_size,
-        kv=_kv_budget(options, device),
+        memory=_memory(options, device, environment),
         max_rows=options.max_num_seqs,
         max_tokens=options.max_num_batched_tokens,
         max_model_len=model.resolve_context(wanted or min(model.longest_context, LONGEST_BY_DEFAULT)),
@@ -183,14 +190,37 @@ def _dtype(asked: str, model: ModelConfig, device: str) -> str:
     return asked
 
 
-def _kv_budget(options: argparse.Namespace, device: str) -> KvBudget:
-    share = options.gpu_memory_utilization
+def _memory(options: argparse.Namespace, device: str, environment: Mapping[str, str]) -> MemoryConfig:
+    share, kv_bytes, probe = options.gpu_memory_utilization, options.kv_cache_memory_bytes, options.memory_probe
     if share is not None and not (0 < share <= 1 and math.isfinite(share)):
         raise ValueError(f"--gpu-memory-utilization is {share:g}, it must be above 0 and at most 1")
-    if device != "cuda":
-        most = CPU_MOST_BY_DEFAULT if share is None else None
-        return KvBudget(options.kv_cache_memory_bytes, share or CPU_SHARE, most)
-    return KvBudget(options.kv_cache_memory_bytes, share or CUDA_SHARE, None)
+    if share is not None and kv_bytes is not None:
+        raise ValueError(
+            f"--gpu-memory-utilization {share:g} and --kv-cache-memory-bytes {kv_bytes} both size the KV cache: "
+            "give one of them"
+        )
+    if options.cpu_memory_bytes is not None and device != "cpu":
+        raise ValueError(f"--cpu-memory-bytes is the size of a device that a cpu plays, and --device is {device}")
+    if probe is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", probe):
+        raise ValueError(f"--memory-probe is {probe!r}, it must be module:Class")
+    unasked = device == "cpu" and share is None and options.cpu_memory_bytes is None
+    return MemoryConfig(
+        utilization=UTILIZATION if share is None else share,
+        kv_bytes=kv_bytes,
+        most=CPU_MOST_BY_DEFAULT if unasked else None,
+        device_bytes=options.cpu_memory_bytes,
+        probe=probe,
+        graphs=not options.ignore_graph_memory,
+        cache=_cache_folder(environment),
+    )
+
+
+def _cache_folder(environment: Mapping[str, str]) -> Path:
+    """$RANKD_CACHE_DIR, else rankd in the user's cache folder."""
+    if own := environment.get("RANKD_CACHE_DIR"):
+        return Path(own).absolute()
+    base = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME") or Path.home(), ".cache")
+    return Path(base) / "rankd"
 
 
 def threads_of(config: GangConfig, ranks_here: int) -> int:

@@ -77,6 +77,12 @@ class Phase(_Message, frozen=True):
     phase: str
 
 
+class Note(_Message, frozen=True):
+    """One line for a person."""
+
+    text: str
+
+
 class Loaded(_Message, frozen=True):
     bytes: int
     seconds: float
@@ -95,6 +101,13 @@ class Warm(_Message, frozen=True):
 
     kv_bytes: int
     seconds: float
+
+
+class Memory(_Message, frozen=True):
+    """The rank's ledger, anew: `total` and the lines that sum to it, and labels on them. Bytes."""
+
+    lines: dict[str, int]
+    labels: dict[str, int]
 
 
 class Heartbeat(_Message, frozen=True):
@@ -160,7 +173,9 @@ class Stop(_Message, frozen=True):
     reason: str
 
 
-FromRank = Hello | Present | Phase | Loaded | KvOffer | Warm | Heartbeat | Refusal | RankFault | StopAsked
+FromRank = (
+    Hello | Present | Phase | Note | Loaded | KvOffer | Warm | Memory | Heartbeat | Refusal | RankFault | StopAsked
+)
 ToRank = Welcome | Proceed | KvConfig | Stop
 
 _encoder = msgspec.msgpack.Encoder()

@@ -45,12 +45,18 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no checkpoint needed")
     add("--seed", type=int, default=0, help="of dummy weights")
     add("--block-size", type=int, default=16, metavar="POSITIONS", help="of a block of KV cache (%(default)s)")
-    add("--kv-cache-memory-bytes", type=byte_count, metavar="BYTES", help="KV cache of each rank, e.g. 512MiB")
     add(
         "--gpu-memory-utilization", type=float, metavar="SHARE",
-        help="share of the device's memory for everything (0.9); on cpu, of the host's free memory for the KV caches "
-        "of all its ranks (0.2, but at most 1 GiB a rank)",
+        help="share of the device's memory for weights, the largest step, graphs and KV cache together (0.9)",
     )  # fmt: skip
+    add("--kv-cache-memory-bytes", type=byte_count, metavar="BYTES", help="KV cache of each rank instead, e.g. 512MiB")
+    add("--ignore-graph-memory", action="store_true", help="leave captured graphs out of the budget")
+    add(
+        "--cpu-memory-bytes", type=byte_count, metavar="BYTES",
+        help="of the device that a cpu plays; default: a rank's part of the host's free memory, with 1 GiB of KV cache "
+        "at most",
+    )  # fmt: skip
+    add("--memory-probe", metavar="MODULE:CLASS", help="in place of the device's own view of its memory")
     add("--max-num-seqs", type=int, default=256, metavar="ROWS", help="rows of a step (%(default)s)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="tokens of a step (%(default)s)")
     add("--max-model-len", type=int, metavar="POSITIONS", help="of a request; default: as many as can be, up to 8192")

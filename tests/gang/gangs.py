@@ -54,7 +54,8 @@ def tiny_model(folder: Path, **changes: Any) -> Path:
 def environment(run_dir: Path, **more: str) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "proto")])
     base = {name: value for name, value in os.environ.items() if not name.startswith(("RANKD_", "TORCHELASTIC_"))}
-    return base | {"PYTHONPATH": path, "RANKD_RUN_DIR": str(run_dir)} | more
+    ours = {"PYTHONPATH": path, "RANKD_RUN_DIR": str(run_dir), "RANKD_CACHE_DIR": str(run_dir / ".cache")}
+    return base | ours | more
 
 
 def workerctl(run_dir: Path, *arguments: str, limit_s: float = 30, **more: str) -> subprocess.CompletedProcess[str]:

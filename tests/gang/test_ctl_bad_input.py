@@ -115,7 +115,7 @@ def test_run_directory_that_cannot_be_made(run_dir: Path, model: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["memory"]])
+@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["mem"]])
 def test_subcommand_that_is_not_there(run_dir: Path, arguments: list[str]) -> None:
     code, line = refused(run_dir, *arguments)
     assert code == 64

@@ -25,6 +25,7 @@ def run_all(topology: Topology, groups: Any, folder: Path) -> dict[str, np.ndarr
     for kv_heads in KV_HEADS:
         runner = make_runner(kv_heads, topology, groups)
         runner.profile()
+        runner.warm_up()
         runner.capture()
         record = run_workload(runner)
         injected = run_workload(runner, injected=True) if kv_heads == KV_HEADS[0] else None

@@ -45,6 +45,7 @@ def make(device: torch.device, dtype: torch.dtype, *, head_norm: bool = True, gr
     runner.load(lambda decoder: load_weights(decoder, LargerWeights(1)))
     runner.profile()
     runner.allocate(LIMITS.num_blocks)
+    runner.warm_up()
     runner.capture()
     return runner
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.gang.gangs import tiny_model
 from worker import config as configuration
-from worker.config import GangConfig, KvBudget, resolve, threads_of
+from worker.config import GangConfig, resolve, threads_of
 from worker.options import Parser, add_gang_options, byte_count, integers
 
 
@@ -24,7 +24,10 @@ def test_defaults(tmp_path: Path) -> None:
     assert (config.max_model_len, config.max_model_len_given) == (256, False)
     assert config.max_steps_in_flight == 3
     assert config.max_requests == 4 * config.max_rows
-    assert config.kv == KvBudget(None, configuration.CPU_SHARE, configuration.CPU_MOST_BY_DEFAULT)
+    memory = config.memory
+    assert (memory.utilization, memory.kv_bytes, memory.device_bytes, memory.probe) == (0.9, None, None, None)
+    assert memory.most == configuration.CPU_MOST_BY_DEFAULT
+    assert memory.graphs
 
 
 def test_both_spellings(tmp_path: Path) -> None:
@@ -55,7 +58,15 @@ def test_half_precision_checkpoint_on_cpu_is_computed_exactly(tmp_path: Path) ->
 
 
 def test_share_without_a_cap_once_asked_for(tmp_path: Path) -> None:
-    assert resolved(tiny_model(tmp_path), "--gpu-memory-utilization", "0.5").kv == KvBudget(None, 0.5, None)
+    for asked in (["--gpu-memory-utilization", "0.5"], ["--cpu-memory-bytes", "1GiB"]):
+        assert resolved(tiny_model(tmp_path), *asked).memory.most is None
+
+
+def test_the_cache_folder_is_ours_or_the_users() -> None:
+    folder = configuration._cache_folder
+    assert folder({"RANKD_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}) == Path("/a")
+    assert folder({"XDG_CACHE_HOME": "/b", "HOME": "/c"}) == Path("/b/rankd")
+    assert folder({"HOME": "/c"}) == Path("/c/.cache/rankd")
 
 
 def test_threads(tmp_path: Path) -> None:

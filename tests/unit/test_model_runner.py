@@ -115,16 +115,14 @@ def test_a_new_lease_starts_from_nothing(runner: ModelRunner) -> None:
 
 def test_warming_up_touches_the_padding_block_alone_and_leaves_no_request(runner: ModelRunner) -> None:
     runner.allocate(LIMITS.num_blocks)
-    runner.capture()
+    runner.warm_up()
     assert all(not cache[:-1].any() and cache[-1].any() for cache in runner.caches)
     assert (runner.slots.sampled_at == -1).all()
 
 
 def test_profiling_runs_the_largest_step_and_leaves_no_trace(runner: ModelRunner) -> None:
     before = run_workload(runner).tokens
-    profile = runner.profile()
-    assert profile.peak_bytes >= 0
-    assert profile.seconds > 0
+    runner.profile()
     assert run_workload(runner).tokens == before
 
 

@@ -128,6 +128,6 @@ def _rank(gang: Gang, one: Rank, seen: Recent, trace: Records) -> dict[str, Any]
         "kv_bytes": one.warm.kv_bytes if one.warm else None,
         "num_blocks": gang.kv.num_blocks if gang.kv else None,
         "threads": one.present.threads if one.present else None,
-        "memory": {},
-        "memory_labels": {},
+        "memory": one.memory.lines if one.memory else {},
+        "memory_labels": one.memory.labels if one.memory else {},
     }

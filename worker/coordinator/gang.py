@@ -113,6 +113,10 @@ class Gang:
                 case gm.Warm():
                     one.warm = message
                     self._when_all("warm", GangEvent.ALL_WARM, then=lambda: self.ready.set_result(None))
+                case gm.Note(text=text):
+                    self._say(f"rank {rank}: {text}")
+                case gm.Memory():
+                    one.memory = message
                 case gm.Refusal():
                     self._agreement.refusal(rank, message)
                 case gm.RankFault():

@@ -28,6 +28,7 @@ class Rank:
     loaded: gm.Loaded | None = None
     offer: gm.KvOffer | None = None
     warm: gm.Warm | None = None
+    memory: gm.Memory | None = None
     phase: str = "boot"
     heard: float = field(default_factory=time.monotonic)
     told: bool = False  # its own account of its end is in

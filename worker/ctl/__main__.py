@@ -23,6 +23,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "up": Command("up", "up", "start a gang", "workerctl up --model DIR -tp 1 -pp 2 --name demo --detach"),
     "status": Command("status", "show", "show a gang", "workerctl status --name demo --watch"),
+    "memory": Command("memory", "memory", "where each rank's memory went", "workerctl memory --name demo"),
     "stacks": Command("stacks", "stacks", "stacks of every thread of every rank", "workerctl stacks --name demo"),
     "trace": Command("trace", "trace", "the last steps for Perfetto", "workerctl trace --output trace.json"),
     "timeline": Command(

@@ -8,8 +8,8 @@ what a graph leaves to do, drawing at random and logprobs, follows it in the str
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +25,11 @@ from worker.execution.device_step import (
     padding_arrays,
     single_queries_first,
 )
+from worker.execution.graph_memory import extrapolate
 from worker.execution.greedy import Greedy
 from worker.execution.model_runner import ModelRunner
 from worker.execution.packets import Packets
-from worker.execution.runner import BlockTable, PendingOutput, Profile, RunnerConfig, StepOutput, StepTimings
+from worker.execution.runner import BlockTable, PendingOutput, RunnerConfig, StepOutput, StepTimings
 from worker.execution.sampler import DeviceLogprobs, SamplingRows, draw_, finite, logprobs_of, on_device
 from worker.execution.slots import Int32Array, Int64Array
 from worker.layers import triton_kernels as kernels
@@ -117,16 +118,6 @@ class CudaRunner(ModelRunner):
 
     # Bring-up.
 
-    @torch.inference_mode()
-    def profile(self) -> Profile:
-        device = self.config.device
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before, began = torch.cuda.memory_allocated(device), time.perf_counter()
-        self._largest_step()
-        torch.cuda.synchronize(device)
-        return Profile(torch.cuda.max_memory_allocated(device) - before, time.perf_counter() - began)
-
     def _attention(self, rows: Rows) -> AttentionBatch:
         turn = self.packets.claim()
         positions, mapping = self.packets.send(turn, [array.astype(np.int32) for array in rows.tokens()])
@@ -142,24 +133,49 @@ class CudaRunner(ModelRunner):
             logprobs_of(logits, tokens, sampling.logprobs)
 
     @torch.inference_mode()
+    def graph_bytes(self) -> int:
+        config = self.config
+        self.caches = replace(self.kv_shape, layers=1).allocate(1, config.device) * len(self.model.layers)
+        kept, pool = [], torch.cuda.graph_pool_handle()
+
+        def capture(size: int) -> None:
+            kept.append(self._captured(size, pool))
+
+        estimate = extrapolate(capture, self._graph_sizes(), config.device)
+        kept.clear()
+        self.caches = []
+        return estimate
+
+    @torch.inference_mode()
     def capture(self) -> None:
-        super().capture()
-        config, pool = self.config, torch.cuda.graph_pool_handle()
-        most = min(config.max_graph_rows, config.max_rows, config.max_batched_tokens, config.max_requests)
-        for size in reversed(graph_sizes(most)):  # the largest first: the others fit into its memory
-            turn = self.packets.claim()
-            sent = StepTensors(*self.packets.send(turn, padding_arrays(size, self.padding, config.block_size)))
-            self.packets.release(turn)
-            received = None if self.topology.is_first_stage else self.hidden[:size]
-            self._forward(sent, size, None, received)  # compiles and loads what a capture must not
-            torch.cuda.synchronize(config.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                launched = self._forward(sent, size, None, received)
-            self.graphs[size] = graph, launched
+        pool = torch.cuda.graph_pool_handle()
+        for size in self._graph_sizes():
+            self.graphs[size] = self._captured(size, pool)
         self.sizes = sorted(self.graphs)
-        torch.cuda.synchronize(config.device)
+        torch.cuda.synchronize(self.config.device)
         self.graph_steps = self.eager_steps = 0
+
+    def _graph_sizes(self) -> list[int]:
+        """The largest first: the others fit into its memory."""
+        config = self.config
+        most = min(config.max_graph_rows, config.max_rows, config.max_batched_tokens, config.max_requests)
+        return graph_sizes(most)[::-1]
+
+    def _captured(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Launched]:
+        turn = self.packets.claim()
+        arrays = padding_arrays(size, self.padding, self.config.block_size)
+        sent = StepTensors(*self.packets.send(turn, arrays))
+        self.packets.release(turn)
+        received = None if self.topology.is_first_stage else self.hidden[:size]
+        self._forward(sent, size, None, received)  # compiles and loads what a capture must not
+        torch.cuda.synchronize(self.config.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            launched = self._forward(sent, size, None, received)
+        return graph, launched
+
+    def _elsewhere(self) -> list[object]:
+        return [*super()._elsewhere(), self.graphs]
 
     @property
     def padding(self) -> Padding:

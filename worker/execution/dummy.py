@@ -3,14 +3,10 @@ for them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import psutil
 
 from worker.execution.runner import RunnerConfig
 from worker.execution.sampler import SamplingRows
@@ -29,11 +25,6 @@ class PaddingTable:
     """A block table in which every block is the padding block."""
 
     blocks: Int32Array
-
-
-@dataclass(slots=True)
-class Peak:
-    bytes: int = 0
 
 
 def largest_rows(config: RunnerConfig) -> Rows:
@@ -87,17 +78,3 @@ def _step(positions: Int32Array, counts: Int32Array, *, forced: bool) -> Accepte
     return AcceptedStep(
         0, none, [], np.arange(rows, dtype=np.int32), positions, counts, flags, inputs, np.zeros(rows, np.int32), none
     )
-
-
-@contextmanager
-def peak_memory() -> Iterator[Peak]:
-    """Most resident memory of this process inside the block, over what it had at the start."""
-    peak, before = Peak(), psutil.Process().memory_info().rss
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # restarts the kernel's high-water mark
-    except OSError:
-        pass  # then the mark of start-up counts, which is too much rather than too little
-    yield peak
-    highest = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert highest is not None
-    peak.bytes = max(0, int(highest[1]) * 1024 - before)

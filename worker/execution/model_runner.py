@@ -12,11 +12,13 @@ from torch import Tensor
 
 from worker.execution import dummy
 from worker.execution.batch import Inputs, Samples, inputs_of, rows_of, samples_of
-from worker.execution.runner import BlockTable, PendingOutput, Profile, RunnerConfig, StepOutput, StepTimings
+from worker.execution.runner import BlockTable, PendingOutput, RunnerConfig, StepOutput, StepTimings
 from worker.execution.sampler import Logprobs, Sampled, SamplingRows, sample
 from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
 from worker.memory.kv_cache import KVCacheShape
+from worker.memory.ledger import Holdings
+from worker.memory.storages import storages, tensors_of
 from worker.model_config import ModelConfig
 from worker.models import build_model
 from worker.models.decoder import Decoder
@@ -88,14 +90,7 @@ class ModelRunner:
         return self.kv_shape.blocks_in(kv_bytes)
 
     @torch.inference_mode()
-    def profile(self) -> Profile:
-        with dummy.peak_memory() as peak:
-            began = time.perf_counter()
-            self._largest_step()
-            seconds = time.perf_counter() - began
-        return Profile(peak.bytes, seconds)
-
-    def _largest_step(self) -> None:
+    def profile(self) -> None:
         """All the tokens a step may have, as prompts as long as may be; then the dearest sampling for as many rows."""
         config, vocab = self.config, self.model_config.vocab
         rows = dummy.largest_rows(config)
@@ -121,12 +116,29 @@ class ModelRunner:
         self.caches = []  # a cache that is replaced goes before the new one comes
         self.caches = self.kv_shape.allocate(num_blocks, self.config.device)
 
-    def capture(self) -> None:
+    def warm_up(self) -> None:
         padding = self.caches[0].shape[0] - 1
         table = dummy.padding_table(self.config, padding)
         for step in dummy.warm_up_steps(self.config):
             self.execute(step, table).wait()
         self.reset()
+
+    def graph_bytes(self) -> int:
+        return 0
+
+    def capture(self) -> None:
+        """Nothing: this device launches what it is told."""
+
+    def holdings(self) -> Holdings:
+        device = self.config.device
+        weights, caches = storages(tensors_of(self.model), device), storages(self.caches, device)
+        rest = storages(tensors_of(self, without=self._elsewhere()), device)
+        buffers = {key: size for key, size in rest.items() if key not in weights and key not in caches}
+        return Holdings(sum(weights.values()), sum(caches.values()), sum(buffers.values()))
+
+    def _elsewhere(self) -> list[object]:
+        """Objects whose tensors are on no line of ours."""
+        return [self.model]
 
     # A step.
 

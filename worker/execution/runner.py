@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from worker.execution.sampler import Logprobs
+    from worker.memory.ledger import Holdings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,6 @@ class RunnerConfig:
         for name, bound in (least | {"max_steps_in_flight": 1, "max_logprobs": 0}).items():
             if (value := getattr(self, name)) < bound:
                 raise ValueError(f"{name} is {value}, it must be at least {bound}")
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """What the largest step took beyond the weights. peak_bytes: most memory held at once. seconds: of the forward
-    pass."""
-
-    peak_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +101,8 @@ class StepRunner(Protocol):
 
 
 class Runner(StepRunner, Protocol):
-    """One rank's device. Called from one thread, in this order: load, profile, allocate, capture, then execute for
-    each step.
+    """One rank's device. Called from one thread, in this order: load, profile, graph_bytes, allocate, warm_up,
+    capture, then execute for each step.
 
     All ranks of a gang make the same calls in the same order: each of them may hold collectives or hops. An exception
     means that the gang is lost, except ValueError from allocate, and what `load` is given to raise.
@@ -127,8 +119,14 @@ class Runner(StepRunner, Protocol):
     def load(self, fill: Callable[..., object]) -> None:
         """Build the model and have `fill(model)` put its weights in place."""
 
-    def profile(self) -> Profile:
-        """Run the largest step and the dearest sampling on random inputs."""
+    def profile(self) -> None:
+        """Run the largest step and the dearest sampling on random inputs, and leave nothing behind."""
+
+    def graph_bytes(self) -> int:
+        """What `capture` will take, estimated by capturing a few. After profile."""
+
+    def holdings(self) -> Holdings:
+        """Bytes under its tensors, counted anew."""
 
     def num_blocks(self, kv_bytes: int) -> int:
         """Blocks that this rank can keep in so many bytes. ValueError if none."""
@@ -136,6 +134,8 @@ class Runner(StepRunner, Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, zeroed, with the gang's number of blocks and one more for padding."""
 
+    def warm_up(self) -> None:
+        """Warm kernels with real steps that write to the padding block only."""
+
     def capture(self) -> None:
-        """Warm kernels with real steps that write to the padding block only, and capture graphs where the device has
-        them."""
+        """Capture graphs where the device has them."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.topology import HeadSplit
-from worker.weights.placement import Piece, Placement
+from worker.weights.placement import Placement, Share
 
 
 class TensorParallelGroup(Protocol):
@@ -50,10 +50,31 @@ class Linear:
         self.bias = torch.zeros(outputs, dtype=dtype, device=device) if bias else None
         self.packed: Tensor | None = None
         self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        self.placements: list[Placement] = []
+        self._weights: list[tuple[str, tuple[int, ...], list[Share]]] = []
+        self._biases: list[tuple[str, tuple[int, ...], list[Share]]] = []
 
-    def place(self, name: str, shape: tuple[int, ...], *pieces: Piece) -> None:
-        self.placements.append(Placement(name, shape, pieces))
+    def place(self, name: str, shape: tuple[int, ...], *shares: Share) -> None:
+        """The checkpoint's tensor of this name and shape fills these shares of the weight."""
+        self._weights.append((name, shape, list(shares)))
+
+    def place_bias(self, name: str, shape: tuple[int, ...], *shares: Share) -> None:
+        self._biases.append((name, shape, [] if self.bias is None else list(shares)))
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Made anew each time: kept, they would keep the plain weight beside the packed one."""
+        weights = [(name, shape, tuple(one.of(self.weight) for one in shares)) for name, shape, shares in self._weights]
+        bias = self.bias
+        biases = [
+            (name, shape, () if bias is None else tuple(one.of(bias) for one in shares))
+            for name, shape, shares in self._biases
+        ]
+        return [Placement(*one) for one in (*weights, *biases)]
+
+    def begin_loading(self) -> None:
+        """Bring the plain weight back, so that it can be written; `finish_loading` has to follow."""
+        if self.packed is not None:
+            self.weight, self.packed = self.packed.to_dense(), None
 
     def finish_loading(self) -> None:
         """Repack for the CPU's matrix kernels, in place of the plain weight, where that works; choose CUDA's."""
@@ -87,9 +108,9 @@ class RowParallel(Linear):
         super().__init__(inputs // group.size, outputs, bias and group.rank == 0, dtype, device)
         self.group = group
         start = group.rank * (inputs // group.size)
-        self.place(f"{name}.weight", (outputs, inputs), Piece(self.weight, 1, start))
+        self.place(f"{name}.weight", (outputs, inputs), Share(1, start))
         if bias:
-            self.place(f"{name}.bias", (outputs,), *([] if self.bias is None else [Piece(self.bias)]))
+            self.place_bias(f"{name}.bias", (outputs,), Share())
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce_(super().__call__(x))
@@ -111,11 +132,10 @@ class GateUp(Linear):
         local = outputs // group.size
         super().__init__(inputs, 2 * local, bias, dtype, device)
         for part, projection in enumerate(("gate_proj", "up_proj")):
-            here = slice(part * local, (part + 1) * local)
-            start = group.rank * local
-            self.place(f"{name}.{projection}.weight", (outputs, inputs), Piece(self.weight[here], 0, start))
-            if self.bias is not None:
-                self.place(f"{name}.{projection}.bias", (outputs,), Piece(self.bias[here], 0, start))
+            share = Share(0, group.rank * local, slice(part * local, (part + 1) * local))
+            self.place(f"{name}.{projection}.weight", (outputs, inputs), share)
+            if bias:
+                self.place_bias(f"{name}.{projection}.bias", (outputs,), share)
 
 
 class QKV(Linear):
@@ -142,13 +162,14 @@ class QKV(Linear):
             ("k_proj", keys, total_heads[1]),
             ("v_proj", keys, total_heads[1]),
         ):
-            here = [(slice(i * head_dim, (i + 1) * head_dim), head * head_dim) for i, head in enumerate(heads, local)]
+            shares = [
+                Share(0, head * head_dim, slice(i * head_dim, (i + 1) * head_dim))
+                for i, head in enumerate(heads, local)
+            ]
             local += len(heads)
-            weights = [Piece(self.weight[rows], 0, start) for rows, start in here]
-            self.place(f"{name}.{projection}.weight", (total * head_dim, inputs), *weights)
-            if self.bias is not None:
-                biases = [Piece(self.bias[rows], 0, start) for rows, start in here]
-                self.place(f"{name}.{projection}.bias", (total * head_dim,), *biases)
+            self.place(f"{name}.{projection}.weight", (total * head_dim, inputs), *shares)
+            if bias:
+                self.place_bias(f"{name}.{projection}.bias", (total * head_dim,), *shares)
 
 
 def _pack(weight: Tensor) -> Tensor:

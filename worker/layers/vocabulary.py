@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.layers.linear import Linear, TensorParallelGroup
 from worker.topology import padded_vocab
-from worker.weights.placement import Piece, Placement
+from worker.weights.placement import Piece, Placement, Share
 
 
 def _share(vocab: int, group: TensorParallelGroup) -> tuple[int, int, int]:
@@ -57,9 +57,16 @@ class Head(Linear):
         super().__init__(hidden, rows if tied_to is None else 0, False, dtype, device)
         self.vocab, self.group = vocab, group
         if tied_to is None:
-            self.place(name, (vocab, hidden), Piece(self.weight[:filled], 0, start))
+            self.place(name, (vocab, hidden), Share(0, start, slice(filled)))
         else:
             self.weight = tied_to.weight
+        self.tied_to = tied_to
+
+    def begin_loading(self) -> None:
+        if self.tied_to is None:
+            super().begin_loading()
+        else:
+            self.weight, self.packed = self.tied_to.weight, None
 
     def scores(self, hidden: Tensor) -> Tensor | None:
         """[n, hidden] -> [n, vocab] in the model dtype on tp rank 0, None on the others; n may be 0, on all alike."""

@@ -26,7 +26,8 @@ from worker.weights.placement import Placement
 
 
 class Part(Protocol):
-    placements: list[Placement]
+    @property
+    def placements(self) -> list[Placement]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,12 @@ class Decoder:
         """Tensors that checkpoints may hold and nobody needs: rotary tables, and a head that is the embedding."""
         tied = r"|lm_head\.weight" if self.config.tied else ""
         return re.compile(rf"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq{tied}")
+
+    def begin_loading(self) -> None:
+        """Called before weights are put in place of others."""
+        for part in self._parts():
+            if isinstance(part, Linear):
+                part.begin_loading()
 
     def finish_loading(self) -> None:
         """Called once all weights are in place."""

@@ -44,6 +44,10 @@ class TensorParallel:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether it is so on any rank; waits for all of them."""
+        return bool(self.all_reduce_(torch.tensor([float(flag)], device=device)).item())
+
     def exercise(self, device: torch.device, dtype: torch.dtype) -> None:
         """Every collective once, so that communicators allocate now; raises RuntimeError if one computes nonsense."""
         total = self.all_reduce_(torch.ones(1, dtype=dtype, device=device))

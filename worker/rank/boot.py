@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -11,12 +13,16 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch does not list them in __all__
 
 from worker.config import GangConfig
+from worker.execution.handles import make_handles
 from worker.execution.make_runner import make_runner
-from worker.execution.runner import Profile, RunnerConfig
+from worker.execution.runner import RunnerConfig
 from worker.exit_codes import ExitCode, Failure
-from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Warm
+from worker.gang_messages import KvConfig, KvOffer, Loaded, Note, Phase, Warm
+from worker.memory.ledger import Books
+from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
 from worker.parallel.groups import Groups, make_groups
 from worker.rank.answers import Answers
+from worker.rank.memory_plan import MemoryPlan
 from worker.rank.place import Place
 from worker.rank.seat import Seat, step_limits
 from worker.rank.step_loop import StepLoop
@@ -31,23 +37,29 @@ def bring_up(seat: Seat) -> StepLoop:
     topology = config.topology(place.rank)
     seat.fault_points.reach("boot")
     torch.set_num_threads(seat.threads)
-    device = _device(config, place)  # first: everything later allocates on it
+    gc.freeze()  # what exists by now lives as long as the process, and no collection need look at it
+    device = _device(config, place)
     dtype = getattr(torch, config.dtype)
-    groups = _meet(seat, device, dtype)  # before any memory is measured: communicators belong to the baseline
+    books = Books(_probe(config, place, device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # everything later allocates on it
+    with books.phase("communicators"):  # before any memory is measured: they belong to the baseline
+        groups = _meet(seat, device, dtype)
+    with books.phase("context"):
+        make_handles(device, dtype)
     torch.manual_seed(config.seed)
 
-    runner = make_runner(config.model_config, topology, _runner_config(config, device, dtype), groups)
     seat.enter("load")
-    began = time.perf_counter()
     weights = open_weights(config.model, config.load_format, config.seed)
+    memory = MemoryPlan(config, place, books, partial(groups.tensor_parallel.any, device=device), _note(seat))
+    runner = make_runner(config.model_config, topology, _runner_config(config, device, dtype), groups)
+    began = time.perf_counter()
     loaded: list[object] = []
     runner.load(lambda model: loaded.append(load_weights(model, weights, seat.status.progress)))
     seat.control.report(Loaded(int(str(loaded[0])), time.perf_counter() - began))
 
     seat.enter("profile")
-    profile = runner.profile() if device.type == "cuda" else None
-    most = runner.block_bytes * (config.max_rows * -(-config.max_model_len // config.block_size) + 1)
-    available = _kv_bytes(config, place, device, profile, most)
+    available = memory.profile(runner)
     seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))
     agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
 
@@ -60,7 +72,10 @@ def bring_up(seat: Seat) -> StepLoop:
     runner.allocate(agreed.num_blocks)
     seat.enter("warmup")
     began = time.perf_counter()
-    runner.capture()
+    with books.phase("context"):  # kernels are loaded when they are first run
+        runner.warm_up()
+    with books.phase("graphs"):
+        runner.capture()
     torch.manual_seed(config.seed)  # warming up has drawn from it
     runner.trace.attach(seat.trace_file)
     answers = Answers(
@@ -72,6 +87,7 @@ def bring_up(seat: Seat) -> StepLoop:
         seat.steps(), runner, step_limits(config, agreed), place.epoch, answers,
         status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
     )  # fmt: skip
+    seat.control.report(memory.reconciled(runner))
     seat.status.enter("ready")
     seat.control.report(Phase("ready"))
     kv_bytes = runner.block_bytes * (agreed.num_blocks + 1)
@@ -87,7 +103,6 @@ def _device(config: GangConfig, place: Place) -> torch.device:
         seen = f"torch {torch.__version__} sees {count} devices"
         raise ValueError(f"--device is cuda, but {seen}: none for local rank {place.local_rank}")
     device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
     if config.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"--dtype is bfloat16, which {name} has not: its compute capability is below 8.0")
@@ -101,6 +116,18 @@ def _identity(device: torch.device) -> str:
 
 def _nccl(device: torch.device) -> dict[str, str]:
     return {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
+
+
+def _probe(config: GangConfig, place: Place, device: torch.device) -> MemoryProbe:
+    """Before the first CUDA call: see `CudaProbe`."""
+    available = psutil.virtual_memory().available // place.local_world_size >> 20 << 20
+    return open_probe(
+        config.memory.probe, ProbeSettings(device, place.rank, config.memory.device_bytes or available)
+    )
+
+
+def _note(seat: Seat) -> Callable[[str], None]:
+    return lambda text: seat.control.report(Note(text))
 
 
 def _meet(seat: Seat, device: torch.device, dtype: torch.dtype) -> Groups:
@@ -142,19 +169,3 @@ def _runner_config(config: GangConfig, device: torch.device, dtype: torch.dtype)
         max_steps_in_flight=config.max_steps_in_flight,
         max_logprobs=config.max_logprobs,
     )
-
-
-def _kv_bytes(config: GangConfig, place: Place, device: torch.device, profile: Profile | None, useful: int) -> int:
-    """`useful`: with so much every row of a step can be as long as may be; on cpu more is not taken unasked."""
-    kv = config.kv
-    if kv.explicit is not None:
-        free = psutil.virtual_memory().available // place.local_world_size
-        if device.type == "cpu" and kv.explicit > free:
-            raise ValueError(f"--kv-cache-memory-bytes is {kv.explicit}, a rank's part of free memory here is {free}")
-        return kv.explicit
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        peak = profile.peak_bytes if profile else 0
-        return max(0, int(total * kv.share) - (total - free) - peak)
-    share = int(psutil.virtual_memory().available * kv.share / place.local_world_size)
-    return share if kv.most is None else min(share, kv.most, useful)

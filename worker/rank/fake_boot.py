@@ -24,7 +24,7 @@ def bring_up(seat: Seat) -> StepLoop:
     seat.status.progress(1, 1)
     seat.control.report(Loaded(0, 0.0))
     seat.enter("profile")
-    available = config.kv.explicit or 1 << 20
+    available = config.memory.kv_bytes or 1 << 20
     seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))
     agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
     seat.enter("kv")

@@ -45,15 +45,20 @@ def load_weights(model: Loadable, weights: Checkpoint | DummyWeights, progress: 
     """
     with weights:
         weights.check(model.checkpoint_shapes, model.harmless)
-        placements = model.placements
-        assert len({placement.name for placement in placements}) == len(placements), "a tensor is asked for twice"
-        total = sum(piece.target.nbytes for placement in placements for piece in placement.pieces)
-        done = 0
-        for placement in placements:
-            for piece in placement.pieces:
-                piece.target.copy_(weights.read(placement.name, piece))
-                done += piece.target.nbytes
-            if progress is not None:
-                progress(done, total)
+        total = _fill(model.placements, weights, progress)
     model.finish_loading()
+    return total
+
+
+def _fill(placements: list[Placement], weights: Checkpoint | DummyWeights, progress: Progress | None) -> int:
+    """On its own, so that nothing holds the tensors any more when `finish_loading` replaces them."""
+    assert len({placement.name for placement in placements}) == len(placements), "a tensor is asked for twice"
+    total = sum(piece.target.nbytes for placement in placements for piece in placement.pieces)
+    done = 0
+    for placement in placements:
+        for piece in placement.pieces:
+            piece.target.copy_(weights.read(placement.name, piece))
+            done += piece.target.nbytes
+        if progress is not None:
+            progress(done, total)
     return total

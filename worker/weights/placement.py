@@ -27,3 +27,15 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """As `Piece`, for a tensor that may be replaced: which of its rows are filled, all of them if None."""
+
+    dim: int = 0
+    start: int = 0
+    rows: slice | None = None
+
+    def of(self, tensor: Tensor) -> Piece:
+        return Piece(tensor if self.rows is None else tensor[self.rows], self.dim, self.start)

@@ -1,0 +1,100 @@
+"""A CUDA device's memory: the driver's own figure of what is free, torch's allocator, and NVML for the neighbours."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from worker.memory.probe import Peak, ProbeSettings, Reading
+
+PROFILE_SPLIT_MIB = 20
+"""Larger free blocks are not split while the largest step is rehearsed: a small tensor in what was a workspace of
+gigabytes would keep all of it from being given back, and it would be counted as taken."""
+
+
+class CudaProbe:
+    """See `MemoryProbe`. To be made before the first CUDA call of the process, so that its own part can be told from
+    that of others where NVML lists no processes, as in many containers."""
+
+    def __init__(self, settings: ProbeSettings) -> None:
+        self._device = settings.device
+        self._neighbours = _Neighbours.open(settings.device)
+        torch.zeros(1, device=self._device)  # makes the context
+        torch.cuda.synchronize(self._device)
+
+    def read(self) -> Reading:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        allocated = cached = graphs = 0
+        for segment in torch.cuda.memory_snapshot():
+            if segment["device"] != self._device.index:
+                continue
+            if tuple(segment["segment_pool_id"]) != (0, 0):
+                graphs += segment["total_size"]
+            else:
+                allocated += segment["active_size"]
+                cached += segment["total_size"] - segment["active_size"]
+        others, holders = self._neighbours.read() if self._neighbours else (None, ())
+        return Reading(total, free, allocated, cached, graphs, others, holders)
+
+    @contextmanager
+    def peak(self) -> Iterator[Peak]:
+        device, peak = self._device, Peak()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        settings = torch.cuda.memory._snapshot(device)["allocator_settings"].get("PYTORCH_CUDA_ALLOC_CONF", "")
+        limit = f"max_split_size_mb:{PROFILE_SPLIT_MIB}"
+        torch.cuda.memory._set_allocator_settings(f"{settings},{limit}" if settings else limit)
+        try:
+            yield peak
+            torch.cuda.synchronize(device)
+        finally:
+            torch.cuda.memory._set_allocator_settings(settings)  # before anything is measured
+        highest = torch.cuda.max_memory_allocated(device)
+        gc.collect()
+        peak.bytes = max(0, highest - torch.cuda.memory_allocated(device))
+
+
+class _Neighbours:
+    """Other processes on a device, by NVML."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._before = self._processes()
+        self._used_before = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+
+    @classmethod
+    def open(cls, device: torch.device) -> _Neighbours | None:
+        """None without NVML."""
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"))
+        except pynvml.NVMLError:
+            return None
+
+    def read(self) -> tuple[int, tuple[str, ...]]:
+        """Bytes, and who."""
+        now = self._processes()
+        own = os.getpid() if os.getpid() in now else next(iter(now.keys() - self._before.keys()), None)
+        if own is None:  # NVML does not show us: what was taken before we came is all that can be known
+            return self._used_before, ()
+        others = {pid: used for pid, used in now.items() if pid != own}
+        return sum(others.values()), tuple(f"process {pid}: {used} bytes" for pid, used in others.items())
+
+    def _processes(self) -> dict[int, int]:
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return {one.pid: int(one.usedGpuMemory or 0) for one in running}

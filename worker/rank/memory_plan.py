@@ -1,0 +1,86 @@
+"""A rank's memory from the baseline to the ledger, in the order of its bring-up."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+from worker.config import GangConfig
+from worker.execution.runner import Runner
+from worker.gang_messages import Memory
+from worker.memory import budget
+from worker.memory.last_good import Figure, LastGood
+from worker.memory.ledger import Books
+from worker.memory.profile import measure, size_cache
+from worker.rank.place import Place
+
+
+class MemoryPlan:
+    """Made when everything that belongs to the baseline is there, and nothing of the model."""
+
+    def __init__(
+        self, config: GangConfig, place: Place, books: Books, any_rank: Callable[[bool], bool],
+        note: Callable[[str], None], held_outside: int = 0,
+    ) -> None:  # fmt: skip
+        """any_rank, note: see `measure`. held_outside: see `requested_bytes`. Raises ValueError for a budget that is
+        not free."""
+        self._config, self._books = config, books
+        self._any_rank, self._note = any_rank, note
+        self._baseline = baseline = books.baseline()
+        memory = config.memory
+        self._requested = 0
+        if memory.kv_bytes is None:
+            self._requested = budget.requested_bytes(baseline, memory.utilization, held_outside)
+        self._last_good = LastGood(memory.cache, _facts(config, place, baseline.total))
+        self._budget: budget.Budget
+
+    def profile(self, runner: Runner) -> int:
+        """Bytes that this rank offers for its KV cache. Raises ValueError, with the breakdown, if they hold no
+        block."""
+        memory = self._config.memory
+        profile = measure(self._books.probe, self._baseline, runner, self._note, self._any_rank)
+        if memory.kv_bytes is not None:
+            self._budget = budget.explicit(memory.kv_bytes, profile)
+            return memory.kv_bytes
+        found = size_cache(
+            profile, self._requested, runner, runner.block_bytes, self._last_good.read(), self._any_rank,
+            graphs=memory.graphs,
+        )  # fmt: skip
+        self._budget = found
+        return found.kv if memory.most is None else min(found.kv, memory.most, self._useful(runner))
+
+    def _useful(self, runner: Runner) -> int:
+        """With so much every row of a step can be as long as may be."""
+        config = self._config
+        return runner.block_bytes * (config.max_rows * -(-config.max_model_len // config.block_size) + 1)
+
+    def reconciled(self, runner: Runner) -> Memory:
+        """The ledger once everything is there, and what graphs really took kept for the next start."""
+        found, lines = self._budget, self._books.ledger(runner.holdings())
+        profile = found.profile
+        if self._config.memory.kv_bytes is None:
+            self._last_good.write(Figure(found.kv, max(0, lines["graphs"])))
+        if lines["graphs"] > profile.graphs and self._config.memory.graphs:
+            self._note(f"graphs took {lines['graphs']} bytes, {profile.graphs} were expected")
+        labels = {
+            "requested": found.requested,
+            "headroom": profile.headroom,
+            "not_requested": max(0, lines["free"] - profile.headroom),
+            "graphs_expected": profile.graphs,
+            "neighbours_moved": profile.drift,
+        }
+        return Memory(lines, labels)
+
+
+def _facts(config: GangConfig, place: Place, total: int) -> dict[str, str]:
+    device = torch.cuda.get_device_name(place.local_rank) if config.device == "cuda" else "cpu"
+    return {
+        "model": hashlib.sha256((config.model / "config.json").read_bytes()).hexdigest(),
+        "rank": f"{place.rank} of {config.tp} x {config.pp}, {config.partition}",
+        "device": f"{device}, {total} bytes, torch {torch.__version__}",
+        "dtype": config.dtype,
+        "sizes": f"{config.max_rows}, {config.max_tokens}, {config.max_model_len}, {config.block_size}",
+        "budget": f"{config.memory.utilization}, graphs {config.memory.graphs}, eager {config.enforce_eager}",
+    }
