@@ -76,6 +76,8 @@ class GangConfig:
     max_steps_in_flight: int
     cpu_threads: int | None
     enforce_eager: bool
+    metrics_host: str
+    metrics_port: int | None  # None: no port is opened
     limits: Limits
 
     @property
@@ -115,6 +117,8 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
             raise ValueError(f"{name} is {value}, it must be at least 1 and {kind}")
     if not 0 <= options.seed < 1 << 53:
         raise ValueError(f"--seed is {options.seed}, it must be from 0 to 2^53 - 1")
+    if options.metrics_port is not None and not 0 <= options.metrics_port < 1 << 16:
+        raise ValueError(f"--metrics-port is {options.metrics_port}, it must be from 0 to 65535")
     limits = _limits(options)
     model = ModelConfig.from_folder(options.model)
     tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -144,6 +148,8 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         max_steps_in_flight=steps,
         cpu_threads=options.cpu_threads,
         enforce_eager=options.enforce_eager,
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
         limits=limits,
     )
 

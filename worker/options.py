@@ -70,6 +70,8 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--heartbeat-interval", type=float, default=1, help="of each rank (%(default)s)")
     limits.add_argument("--heartbeat-timeout", type=float, default=30, help="for a rank that is silent (%(default)s)")
     limits.add_argument("--lease-timeout", type=float, default=10, help="for a scheduler that is silent (%(default)s)")
+    add("--metrics-port", type=int, metavar="PORT", help="serve /metrics, /healthz and /readyz there; 0: any port")
+    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="for --metrics-port (%(default)s)")
     add("--traceback", action="store_true", help="on an error print its traceback too (or RANKD_TRACEBACK=1)")
 
 

@@ -11,21 +11,26 @@ import signal
 import subprocess
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gang.gangs import ROOT, RunningGang, gang, workerctl
 from tests.gang.test_gang_serving import decode, prompt, result_of
 from workerproto.client import Client
+from workerproto.messages import Refused
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGang]:
     run_dir = Path(tempfile.mkdtemp(prefix="rankd-"))
-    with gang(run_dir, tmp_path_factory.mktemp("seeing"), pp=2) as running:
+    with gang(run_dir, tmp_path_factory.mktemp("seeing"), "--metrics-port", "0", pp=2) as running:
         yield running.wait_ready()
     shutil.rmtree(run_dir, ignore_errors=True)
 
@@ -145,7 +150,7 @@ def test_a_stuck_rank_is_shown_as_stuck(run_dir: Path, tmp_path: Path) -> None:
             assert "in _act" in workerctl(run_dir, "stacks", "--name", "g", "--rank", "1").stdout
 
 
-def test_a_trace_has_every_part_of_every_rank_on_one_clock(serving: RunningGang, client: Client, tmp_path: Path) -> None:
+def test_a_trace_has_all_parts_of_all_ranks_on_one_clock(serving: RunningGang, client: Client, tmp_path: Path) -> None:
     run_steps(client, 12)
     written = workerctl(serving.run_dir, "trace", "--name", "g", "--steps", "10", "--output", str(tmp_path / "t.json"))
     assert written.returncode == 0, written.stderr
@@ -162,7 +167,7 @@ def test_a_trace_has_every_part_of_every_rank_on_one_clock(serving: RunningGang,
             assert all(e["ts"] >= whole_step["ts"] - 1e-3 for e in inside)
             assert all(e["ts"] + e["dur"] <= whole_step["ts"] + whole_step["dur"] + 1e-3 for e in inside)
             assert spans[rank, "wait for scheduler", step]["ts"] <= whole_step["ts"]
-        assert spans[1, "forward", step]["ts"] > spans[0, "send", step]["ts"], "hidden states go one way, as time does"
+        assert spans[1, "forward", step]["ts"] > spans[0, "send", step]["ts"], "hidden states go with time"
     flights = [e for e in whole["traceEvents"] if e["ph"] in "be" and e["id"] in steps]
     assert len(flights) == 20
     for begin, end in zip(flights[::2], flights[1::2], strict=True):
@@ -185,7 +190,8 @@ def test_the_timeline_in_a_browser(serving: RunningGang, client: Client, tmp_pat
     assert not re.search(r"https?://|src=|{{", text)
     said = drawn.stdout.splitlines()
     share = r"[\d.]+%"
-    assert re.fullmatch(rf"rank 0: at work {share}, bubbles {share} \(previous stage {share}, scheduler {share}\)", said[0])
+    sums = rf"at work {share}, bubbles {share} \(previous stage {share}, scheduler {share}\)"
+    assert re.fullmatch(f"rank 0: {sums}", said[0])
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip("no browser: install Debian's chromium to look at the page in one")
@@ -211,3 +217,100 @@ def test_the_timeline_in_a_browser(serving: RunningGang, client: Client, tmp_pat
     assert seen["bubbles"] >= 20, "each step of each rank was waited for"
     assert (seen["outside"], seen["zoom"], seen["sums"]) == (0, "160%", said[:2])
     assert seen["ticks"] > 3
+
+
+def fetch(gang: RunningGang, path: str) -> tuple[int, str]:
+    (address,) = re.findall(r"metrics: (http://127\.0\.0\.1:\d+)/metrics", gang.said)
+    try:
+        with urllib.request.urlopen(address + path, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def total(seen: dict[str, list[tuple[dict[str, str], float]]], name: str, **labels: str) -> float:
+    return sum(value for has, value in seen[name] if labels.items() <= has.items())
+
+
+def refused(seen: dict[str, list[tuple[dict[str, str], float]]]) -> float:
+    return total(seen, "rankd_steps_total", rank="1", outcome="refused")
+
+
+def test_metrics_count_every_step(serving: RunningGang, client: Client) -> None:
+    before = samples(fetch(serving, "/metrics")[1])
+    run_steps(client, 15)
+    client.submit(decode(77, 0))  # of nobody
+    assert isinstance(client.receive(10).message, Refused)
+    deadline = time.monotonic() + 10
+    while (after := samples(fetch(serving, "/metrics")[1])) and not refused(after) - refused(before):
+        assert time.monotonic() < deadline, after
+
+    def more(name: str, **labels: str) -> float:
+        return total(after, name, **labels) - total(before, name, **labels)
+
+    assert more("rankd_steps_total", rank="1", outcome="done") == 15
+    assert more("rankd_tokens_total", rank="0") == 17
+    assert more("rankd_sampled_tokens_total", rank="1") == 15
+    forward = {"rank": "0", "phase": "forward"}
+    assert more("rankd_step_seconds_count", rank="0") == more("rankd_step_phase_seconds_count", **forward)
+    assert more("rankd_step_seconds_bucket", rank="0", le="+Inf") == 15
+    assert more("rankd_step_tokens_bucket", rank="0", le="1.0") == 14, "the prompt has more"
+    assert more("rankd_step_seconds_sum", rank="0") > more("rankd_step_phase_seconds_sum", **forward) > 0
+    assert more("rankd_step_latency_seconds_count") >= 16
+    assert more("rankd_step_queue_seconds_count") >= 15
+    assert more("rankd_step_queue_seconds_sum") < more("rankd_step_latency_seconds_sum")
+    assert after["rankd_kv_blocks_used"] == [({}, 2.0)]
+    assert after["rankd_gang_info"][0][0]["architecture"] == "LlamaForCausalLM"
+    assert ({"state": "READY"}, 1.0) in after["rankd_gang_state"]
+
+
+def test_probes(serving: RunningGang) -> None:
+    assert fetch(serving, "/healthz") == (200, "alive\n")
+    assert fetch(serving, "/readyz") == (200, "READY\n")
+    assert fetch(serving, "/else")[0] == 404
+    pid = serving.rank_pid(0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert fetch(serving, "/readyz") == (503, "rank 0 is STOPPED\n")
+        assert fetch(serving, "/healthz")[0] == 200, "alive, and making progress, are two facts"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 10
+    while fetch(serving, "/readyz")[0] != 200:
+        assert time.monotonic() < deadline
+
+
+def test_a_port_in_use_is_refused_before_anything_is_spawned(serving: RunningGang, tmp_path: Path) -> None:
+    (port,) = re.findall(r"metrics: http://127\.0\.0\.1:(\d+)/", serving.said)
+    with gang(serving.run_dir, tmp_path, "--metrics-port", port, name="second") as second:
+        assert second.wait_exit() == 78
+        (line,) = second.errors()
+        assert line == f"--metrics-port {port} of 127.0.0.1 cannot be had: Address already in use"
+        second.wait_nothing_left()
+
+
+def test_dashboard_and_alerts_and_the_page_name_metrics_that_exist(serving: RunningGang) -> None:
+    text = fetch(serving, "/metrics")[1]
+    families = {family.name: family.type for family in text_string_to_metric_families(text)}
+    there = set(families) | set(samples(text))
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert all({"alert", "expr", "labels", "annotations"} <= set(rule) for rule in alerts)
+    for query in queries + [rule["expr"] for rule in alerts]:
+        used = set(re.findall(r"\brankd_\w+", query))
+        assert used, query
+        assert used <= there, query
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(rankd_\w+)` \|", page, re.MULTILINE))
+    typed = {name + "_total" if kind == "counter" else name for name, kind in families.items()}
+    assert documented == typed

@@ -26,6 +26,7 @@ from worker.coordinator.gang import Gang, tick_interval
 from worker.coordinator.relay import Relay
 from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.spawn import RankProcess, spawn
+from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
 from worker.processes import STOP_SIGNALS, started_at
 from worker.rank.fault_points import check_faults
@@ -131,8 +132,11 @@ class _Coordinator:
             bound(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
         ]
         self._admin = bound(asynchronous, zmq.ROUTER, files.admin_endpoint)
-        relay.trace.map(create_trace_file(files.relay_trace))
+        relay_trace = create_trace_file(files.relay_trace)
+        relay.trace.map(relay_trace)
         self._gang = gang = Gang(config, self._launch.epoch, relay, records, traces, self._send, say)
+        self._telemetry = Telemetry(config, loop, lambda: admin.status(self._gang, self._relay), say)
+        self._telemetry.watch(traces, relay_trace)
         relay.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, partial(gang.stop, number.name, again_at_once=True))
@@ -152,11 +156,13 @@ class _Coordinator:
         self._launch.up()
         code = await gang.ended
         if gang.cause is not None:
+            self._telemetry.failed(gang.cause.fault.code)
             _report(gang.cause)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         relay.close(LAST_WORDS_S)
+        self._telemetry.close()
         for socket in (self._admin, *self._control):
             socket.close(linger=100)
         context.term()
@@ -241,6 +247,7 @@ class _Coordinator:
         while True:
             await asyncio.sleep(tick_interval(self._config))
             self._gang.tick()
+            self._telemetry.tick()
 
     def _relay_failed_there(self, error: BaseException) -> None:
         """On the relay's thread."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
 from worker.exit_codes import Failure
+from worker.health import FAILED, health
 from worker.options import Parser
 from worker.run_files import RunFiles
 from workerproto.rundir import DEFAULT_NAME
 
-READY, NOT_READY, FAILED = 0, 1, 2
 COLUMNS = (
     "rank", "node", "pid", "tp", "pp", "device", "state", "phase", "for", "step", "age", "steps", "compute", "prev",
     "sched", "graphs", "kv", "host", "threads",
@@ -56,15 +56,7 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             return FAILED
         except KeyboardInterrupt:
             pass
-    return health(answer)
-
-
-def health(answer: dict[str, Any]) -> int:
-    """READY also means that no rank is stuck: what a probe wants to know."""
-    if answer["state"] == "FAILED":
-        return FAILED
-    stuck = any(rank["state"] != "READY" for rank in answer["ranks"])
-    return READY if answer["state"] == "READY" and not stuck else NOT_READY
+    return health(answer)[0]
 
 
 def _printer(*, as_json: bool, again: bool, stack: ExitStack) -> Callable[[dict[str, Any]], None]:

@@ -3,7 +3,6 @@ on it for the other kind."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
