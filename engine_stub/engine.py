@@ -7,17 +7,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine_stub.output import Logprob, Output
-from engine_stub.request import Params
+from engine_stub.request import Params, Request
 from engine_stub.scheduler import Scheduler
 from workerproto.client import Client, GangFailed, LeaseLost
-from workerproto.messages import Bye, Error, ErrorCode, Event, Refused, Result
+from workerproto.messages import Bye, Error, ErrorCode, Event, RefusalCode, Refused, Result
 from workerproto.states import Gang
 from workerproto.steps import StepLimits
+
+_log = logging.getLogger(__name__)
 
 
 class StepRejected(RuntimeError):
@@ -54,6 +57,9 @@ class Completion:
 class Engine:
     """Drives the gang that `client` holds, which it waits for to be READY. For one thread.
 
+    A step that is refused, or lost with an epoch, costs nothing but time: its requests start anew with the tokens that
+    they have by then. A second refusal in a row is a defect, and raises.
+
     batches: how many decode batches take turns (default: one a pipeline stage). prefill_tokens: most prompt tokens in
     a step (default: all that fit, but with several stages an eighth or so of it, so that they work side by side).
     """
@@ -73,6 +79,10 @@ class Engine:
         self._batches = batches or self.facts.pp
         self._prefill_tokens = prefill_tokens or prefill_share(self.facts.limits.tokens, self.facts.pp)
         self.scheduler = self._new_scheduler()
+        self._refused = False  # and no step was taken since: a second one in a row is a defect
+        self._resync = False
+        self._start_over = False
+        self._lost = False  # with an epoch
 
     def generate(
         self,
@@ -88,16 +98,16 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, Params) else list(params)
         start = time.perf_counter()
         completions: list[Completion] = []
-        place_of: dict[int, int] = {}
+        place_of: dict[Request, int] = {}
         requests = []
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 requests.append(request := self.scheduler.add(list(prompt), wanted))
-                place_of[request.id] = place
+                place_of[request] = place
                 completions.append(Completion(list(prompt)))
             while not self.scheduler.idle:
                 for output in self._turn():
-                    place = place_of[output.request.id]
+                    place = place_of[output.request]
                     completion = completions[place]
                     completion.tokens.append(output.token)
                     completion.token_s.append(time.perf_counter() - start)
@@ -116,25 +126,48 @@ class Engine:
     def _turn(self) -> list[Output]:
         """Send every step that can go, and wait for one answer."""
         # A gang that drains takes no more, answers what it has, and says Bye.
-        while self._ready and self._client.credit and (step := self.scheduler.schedule()) is not None:
-            self._client.submit(step)
+        while self._goes_on() and self._client.credit and (step := self.scheduler.schedule()) is not None:
+            self._client.submit(step, resync=self._resync)
+            self._resync = False
+        if self.scheduler.idle:  # all that was left to do was lost with an epoch
+            return []
         seq, answer = self._client.receive()
         match answer:
             case Result():
+                self._refused = False
                 return self.scheduler.receive(answer)
-            case Error(code=ErrorCode.NOT_READY):
-                pass  # sent before the news that the gang drains was here
-            case Refused() | Error():
+            case Error(code=ErrorCode.NOT_READY | ErrorCode.BAD_EPOCH):
+                pass  # sent before the news that the gang drains, or has failed, was here
+            case Refused(code=RefusalCode.AFTER_REFUSAL):
+                pass  # sent before the news of the refusal
+            case Refused():
+                again, self._refused = self._refused, True
+                self._start_over = self._resync = True
+                if again:
+                    raise StepRejected(seq, answer)
+                _log.warning("%s; going on from the last step that was taken", StepRejected(seq, answer))
+            case Error():
                 raise StepRejected(seq, answer)
-            case Event() if answer.state == Gang.FAILED:
-                raise GangFailed(answer)
+            case Event(state=Gang.FAILED):
+                self._lost = self._start_over = True
+                self._refused = self._resync = False
+            case Bye() if self._client.failure is not None:
+                raise GangFailed(self._client.failure)
             case Bye():
                 raise LeaseLost(f"the gang ended the lease: {answer.message or answer.code}")
         return []
 
-    @property
-    def _ready(self) -> bool:
-        return self._client.state == Gang.READY
+    def _goes_on(self) -> bool:
+        """Whether a step may be made. What did not happen is planned anew, once everything is answered."""
+        client = self._client
+        if client.state is not Gang.READY or client.facts is None or (self._start_over and client.unanswered):
+            return False
+        if self._start_over:
+            self.facts, left = client.facts, self.scheduler
+            self.scheduler = self._new_scheduler()
+            self.scheduler.inherit(left, lost=self._lost)
+            self._start_over = self._lost = False
+        return True
 
     def _new_scheduler(self) -> Scheduler:
         # One step more than there are batches, so that the next is there before the ranks are done with the last.

@@ -10,13 +10,14 @@ from workerproto.messages import New, Resume, RowFlag, Step
 
 
 class Plan:
-    """tokens and rows: how many more fit. requests: those that have a row, in row order."""
+    """tokens and rows: how many more fit. requests: those that have a row, in row order. started: ids of new ones."""
 
     def __init__(self, tokens: int, rows: int) -> None:
         self.tokens = tokens
         self.rows = rows
         self.requests: list[Request] = []
         self.preempted: list[int] = []
+        self.started: list[int] = []
         self._new: list[New] = []
         self._resumed: list[Resume] = []
         self._positions: list[int] = []
@@ -36,6 +37,7 @@ class Plan:
             self._resumed.append(Resume(*shipped))
         else:
             self._new.append(New(*shipped, request.params.sampling))
+            self.started.append(request.id)
 
     def compute(self, request: Request, count: int, grants: Sequence[int] = ()) -> None:
         """Give the request a row of its next `count` positions. The last one that is known is sampled from."""

@@ -53,6 +53,10 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
 
+    def begin_anew(self, name: int) -> None:
+        """Under another id, with nothing computed and no block."""
+        self.id, self.state, self.computed, self.pending, self.blocks, self.cached = name, State.WAITING, 0, 0, [], 0
+
     @property
     def known_end(self) -> int:
         """Tokens known or being sampled: what the ranks count too."""

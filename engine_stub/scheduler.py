@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import count
+from typing import NamedTuple
 
 from engine_stub.blocks import BlockPool, block_hash
 from engine_stub.output import Output, read_outputs
@@ -26,6 +27,14 @@ SMALLEST_BATCH = 4
 two of eight a quarter less than one of sixteen.
 """
 _ID_END = 2**31
+
+
+class _Sent(NamedTuple):
+    """A step in flight: requests of its SAMPLE rows in row order, ids that it starts and finishes."""
+
+    sampled: list[Request]
+    started: list[int]
+    finished: list[int]
 
 
 class Scheduler:
@@ -54,7 +63,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._round: deque[list[Request]] = deque()
         self._finished: list[int] = []
-        self._in_flight: deque[list[Request]] = deque()
+        self._in_flight: deque[_Sent] = deque()
+        self._held: set[int] = set()  # ids that live on the ranks, by the steps answered
 
     @property
     def idle(self) -> bool:
@@ -71,6 +81,13 @@ class Scheduler:
 
     def add(self, prompt: list[int], params: Params) -> Request:
         """Queue a request. Raises ValueError if it can never run."""
+        longest = min(len(prompt) + params.max_tokens, self._limits.max_model_len)
+        self._judge(prompt, params, longest)
+        request = Request(self._next_id(), list(prompt), params, longest)
+        self._waiting.append(request)
+        return request
+
+    def _judge(self, prompt: list[int], params: Params, longest: int) -> None:
         limits = self._limits
         if not 0 < len(prompt) < limits.max_model_len:
             raise ValueError(f"the prompt has {len(prompt)} tokens, 1 to {limits.max_model_len - 1} are possible")
@@ -79,13 +96,9 @@ class Scheduler:
             raise ValueError(f"token {outside[0]} is not in 0 … {limits.vocabulary - 1}")
         if params.sampling.logprobs > limits.logprobs:
             raise ValueError(f"{params.sampling.logprobs} logprobs asked for, at most {limits.logprobs} are given")
-        longest = min(len(prompt) + params.max_tokens, limits.max_model_len)
-        if self._blocks_for(longest) > limits.num_blocks:
-            capacity = limits.num_blocks * limits.block_size
+        if longest > limits.max_model_len or self._blocks_for(longest) > limits.num_blocks:
+            capacity = min(limits.num_blocks * limits.block_size, limits.max_model_len)
             raise ValueError(f"prompt and new tokens may come to {longest}, the KV cache holds {capacity}")
-        request = Request(next(self._ids) % _ID_END, list(prompt), params, longest)
-        self._waiting.append(request)
-        return request
 
     def abort(self, request: Request) -> None:
         """End a request now, whatever its state; results that are under way are dropped."""
@@ -108,14 +121,17 @@ class Scheduler:
             return None
         for request in plan.requests:
             self._remember(request)
-        self._in_flight.append(plan.sampled())
+        self._in_flight.append(_Sent(plan.sampled(), plan.started, self._finished.copy()))
         step = plan.step(self._finished)
         self._finished.clear()
         return step
 
     def receive(self, result: Result) -> list[Output]:
         """Take in the result of the oldest step in flight. Outputs of requests that have ended are dropped."""
-        outputs = read_outputs(result, self._in_flight.popleft())
+        sent = self._in_flight.popleft()
+        self._held -= set(sent.finished)
+        self._held.update(sent.started)
+        outputs = read_outputs(result, sent.sampled)
         wanted = []
         for output in outputs:
             request = output.request
@@ -131,6 +147,24 @@ class Scheduler:
             elif request.state is State.RUNNING:
                 self._remember(request)
         return wanted
+
+    def inherit(self, other: Scheduler, *, lost: bool) -> None:
+        """Go on, in place of `other`, with what it has not finished. Its steps in flight did not happen, and what it
+        knew of blocks is not relied on: every request starts anew, with the tokens that have come. lost: so have the
+        ranks forgotten every request; else they are told to. Raises ValueError for one that can never run here.
+
+        A draw depends on seed and position alone, so the tokens to come are those that would have come.
+        """
+        self._ids = other._ids
+        self._finished = [] if lost else sorted(other._held)
+        self._held = set(self._finished)
+        for request in (*other._running, *other._waiting):
+            self._judge(request.tokens, request.params, request.longest)
+            request.begin_anew(self._next_id())
+            self._waiting.append(request)
+
+    def _next_id(self) -> int:
+        return next(self._ids) % _ID_END
 
     # Who gets a row.
 

@@ -2,7 +2,8 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import pytest
 
@@ -69,10 +70,56 @@ def test_a_prompt_that_cannot_run_leaves_the_engine_usable(client: Client) -> No
     assert engine.generate([[1]], Params(5))[0].tokens == continuation([1], 5, 1000)
 
 
-def test_a_refusal_is_a_defect_and_says_so(worker: FakeWorker, client: Client) -> None:
-    worker.tell(FakeGang.refuse_next)
-    with pytest.raises(StepRejected, match="step 1 was rejected, MALFORMED"):
-        Engine(client).generate([[1]], Params(5))
+def disturb(worker: FakeWorker, action: Callable[[FakeGang], None], every: int) -> Callable[[int, int], None]:
+    """Called with each token; does it to the gang now and then."""
+    tokens = count(1)
+    return lambda *_: worker.tell(action) if next(tokens) % every == 0 else None
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=7)], ids=["greedy", "drawn"])
+def test_refused_steps_and_lost_epochs_change_no_token(worker: FakeWorker, client: Client, sampling: Sampling) -> None:
+    """Whatever was in flight starts anew, preempted requests included."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(1000) for _ in range(rng.randint(1, 40))] for _ in range(12)]
+    expected = [continuation(prompt, 12, 1000, sampling) for prompt in prompts]
+    engine = Engine(client)
+
+    def restart(gang: FakeGang) -> None:
+        gang.fail(restarts=True)
+        gang.restart()
+
+    for action, every in ((FakeGang.refuse_next, 9), (restart, 25)):
+        done = engine.generate(prompts, Params(12, sampling), disturb(worker, action, every))
+        assert [completion.tokens for completion in done] == expected
+    assert engine.scheduler.num_free_blocks == 24
+
+
+def test_a_second_refusal_in_a_row_is_a_defect_and_says_so(worker: FakeWorker, client: Client) -> None:
+    engine = Engine(client)
+    worker.tell(lambda gang: gang.refuse_next(1000))
+    with pytest.raises(StepRejected, match="was rejected, MALFORMED"):
+        engine.generate([[1]], Params(5))
+    worker.tell(lambda gang: gang.refuse_next(0))
+    assert engine.generate([[1]], Params(5))[0].tokens == continuation([1], 5, 1000)
+
+
+def test_a_gang_that_restarts_as_the_last_token_has_come(worker: FakeWorker, client: Client) -> None:
+    """Nothing is left to be done in the new epoch, and so nothing to wait for."""
+    engine = Engine(client)
+
+    def restart(gang: FakeGang) -> None:
+        gang.fail(restarts=True)
+        gang.restart()
+
+    tokens: list[int] = []
+
+    def on_token(_: int, token: int) -> None:
+        tokens.append(token)
+        if len(tokens) == 3:
+            worker.tell(restart)
+
+    assert engine.generate([[1]], Params(3), on_token)[0].tokens == continuation([1], 3, 1000)
+    assert engine.generate([[2]], Params(3))[0].tokens == continuation([2], 3, 1000)
 
 
 def test_a_failing_gang_ends_the_call_with_the_cause(worker: FakeWorker, client: Client) -> None:

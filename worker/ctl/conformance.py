@@ -13,7 +13,8 @@ from worker.exit_codes import ExitCode
 from worker.options import Parser
 from workerproto.client import ClientError, LeaseHeld, NoSuchGang
 from workerproto.rundir import DEFAULT_NAME, endpoint_of
-from workerproto.testing.check_worker import Report, outcomes
+from workerproto.testing.check_worker import outcomes
+from workerproto.testing.report import Report
 
 _FAILED = 1
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import closing
-from typing import NamedTuple
 
 from workerproto.client import Client
 from workerproto.testing.conformance_bench import Bench, Rule
@@ -20,50 +19,12 @@ from workerproto.testing.conformance_leases import LEASES
 from workerproto.testing.conformance_link import Link, NotProvoked, Unmet
 from workerproto.testing.conformance_refusals import REFUSALS
 from workerproto.testing.conformance_steps import STEPS
+from workerproto.testing.report import Outcome, Report
 
 RULES: tuple[Rule, ...] = tuple(
     sorted((*FRAMES, *LEASES, *REFUSALS, *STEPS), key=lambda rule: int(rule.name.partition(".")[0]))
 )
 """In the order of the spec's sections, which their names begin with."""
-
-
-class Outcome(NamedTuple):
-    """`passed` is None where the rule could not be tried. `instead`: what came instead, or why it was not tried."""
-
-    rule: str
-    passed: bool | None
-    instead: str = ""
-
-    def __str__(self) -> str:
-        word = {True: "passed", False: "FAILED", None: "not tried"}[self.passed]
-        return f"{word:<9}  {self.rule}" + (f": {self.instead}" if self.instead else "")
-
-
-class Report(NamedTuple):
-    """One outcome a rule, in the order of the spec."""
-
-    outcomes: list[Outcome]
-
-    @property
-    def passed(self) -> bool:
-        """Something was tried, and nothing failed."""
-        return any(outcome.passed for outcome in self.outcomes) and not self.failed
-
-    @property
-    def failed(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.passed is False]
-
-    @property
-    def not_tried(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.passed is None]
-
-    @property
-    def summary(self) -> str:
-        kept = len(self.outcomes) - len(self.failed) - len(self.not_tried)
-        return f"{kept} passed, {len(self.failed)} failed, {len(self.not_tried)} not tried"
-
-    def __str__(self) -> str:
-        return "\n".join([*map(str, self.failed), *map(str, self.not_tried), self.summary])
 
 
 def check_worker(endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None = None) -> Report:

@@ -91,7 +91,7 @@ class FakeGang:
         self._ended_leases: set[int] = set()
         self._dropped = 0  # requests, since the last Welcome
         self._answers: deque[tuple[float, int, Kind, Result | Refused]] = deque()
-        self._refuse_next = False
+        self._to_refuse = 0
         self.validator = StepValidator(StepLimits.from_facts(self.facts))
         self._model = FakeModel(self.validator.limits)
 
@@ -109,9 +109,9 @@ class FakeGang:
         self.held_back = False
         self.tick()
 
-    def refuse_next(self) -> None:
-        """Have the ranks refuse the next step MALFORMED, whatever it is."""
-        self._refuse_next = True
+    def refuse_next(self, steps: int = 1) -> None:
+        """Have the ranks refuse so many steps MALFORMED, whatever they are, from the next one on."""
+        self._to_refuse = steps
 
     def fail(
         self, message: str = "made to fail", code: int = 70, rank: int = 0, *, restarts: bool = False
@@ -124,12 +124,14 @@ class FakeGang:
         if not restarts:
             self._end_lease(Bye("FAILED", message))
 
-    def restart(self) -> None:
-        """Begin the next epoch, with the same lease and nothing else left of the last one."""
+    def restart(self, facts: Facts | None = None) -> None:
+        """Begin the next epoch, with the same lease, perhaps other facts, and nothing else left of the last one."""
+        self.facts = facts or self.facts
+        self.validator = StepValidator(StepLimits.from_facts(self.facts))
+        self._model = FakeModel(self.validator.limits)
         self.epoch += 1
         self.state = Gang.STARTING
         self._event(Event(self.state, self.epoch, self._last_answered))
-        self.validator.reset()
         if self._holder:
             self._holder.next_seq = self._last_answered + 1
         self.become_ready()
@@ -253,8 +255,8 @@ class FakeGang:
         """Second tier: what every rank does."""
         holder.next_seq += 1
         self.steps_done += 1
-        if self._refuse_next:
-            self._refuse_next, body = False, b"\xc1"  # a byte that msgpack never uses
+        if self._to_refuse:
+            self._to_refuse, body = self._to_refuse - 1, b"\xc1"  # a byte that msgpack never uses
         kind: Kind
         answer: Result | Refused
         try:

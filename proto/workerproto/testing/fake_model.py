@@ -37,7 +37,7 @@ class FakeModel:
 
     def __init__(self, limits: StepLimits) -> None:
         self._vocabulary = limits.vocabulary
-        self._block_size = limits.block_size
+        self.block_size = limits.block_size
         self._cells: Int32Array = np.full((limits.num_blocks, limits.block_size), -1, np.int32)
         self._known: Int32Array = np.zeros((limits.live_requests, limits.max_model_len), np.int32)
         self._sampling = [GREEDY] * limits.live_requests
@@ -54,7 +54,7 @@ class FakeModel:
         ranks: list[int] = []
         for row in step.sampled_rows.tolist():
             slot, end = int(step.slots[row]), int(step.positions[row] + step.counts[row])
-            context = self._cells[table.blocks[slot, : -(-end // self._block_size)]].reshape(-1)[:end]
+            context = self._cells[table.blocks[slot, : -(-end // self.block_size)]].reshape(-1)[:end]
             sampling = self._sampling[slot]
             token = next_token(context, self._vocabulary, sampling)
             if end < self._known.shape[1]:
@@ -66,6 +66,10 @@ class FakeModel:
                 ranks.append(1)
         return Result(pack(tokens), 0, pack(ids), _pack_floats(values), pack(ranks), pack([0, 0, 0, 0]))
 
+    def content(self, blocks: Int32Array) -> Int32Array:
+        """int32 [blocks x block_size], the tokens whose keys and values stand in these blocks."""
+        return self._cells[blocks].reshape(-1)
+
     def _write(self, step: AcceptedStep, table: RequestTable) -> None:
         """Every row writes before any row reads."""
         taken = 0
@@ -76,8 +80,8 @@ class FakeModel:
                 self._known[slot, first : first + count] = step.forced[taken : taken + count]
                 taken += count
             positions = np.arange(first, first + count)
-            blocks = table.blocks[slot, positions // self._block_size]
-            self._cells[blocks, positions % self._block_size] = self._known[slot, first : first + count]
+            blocks = table.blocks[slot, positions // self.block_size]
+            self._cells[blocks, positions % self.block_size] = self._known[slot, first : first + count]
 
 
 def _pack_floats(values: list[float]) -> Packed:
