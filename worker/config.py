@@ -54,6 +54,15 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordConfig:
+    """Where the step stream is kept, at which size that ends, and whether token ids are in it."""
+
+    path: Path
+    most_bytes: int
+    tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GangConfig:
     """What every process of a gang is started with."""
 
@@ -76,6 +85,7 @@ class GangConfig:
     max_steps_in_flight: int
     cpu_threads: int | None
     enforce_eager: bool
+    recording: RecordConfig | None
     metrics_host: str
     metrics_port: int | None  # None: no port is opened
     limits: Limits
@@ -148,6 +158,9 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         max_steps_in_flight=steps,
         cpu_threads=options.cpu_threads,
         enforce_eager=options.enforce_eager,
+        recording=None
+        if options.record is None
+        else RecordConfig(options.record.absolute(), options.record_bytes, not options.record_without_tokens),
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
         limits=limits,

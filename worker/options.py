@@ -72,6 +72,9 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--lease-timeout", type=float, default=10, help="for a scheduler that is silent (%(default)s)")
     add("--metrics-port", type=int, metavar="PORT", help="serve /metrics, /healthz and /readyz there; 0: any port")
     add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="for --metrics-port (%(default)s)")
+    add("--record", type=Path, metavar="FILE", help="keep the step stream there, for workerctl replay")
+    add("--record-bytes", type=byte_count, default=1 << 30, metavar="BYTES", help="at which it ends (1GiB)")
+    add("--record-without-tokens", action="store_true", help="every token id becomes 0: only good as a benchmark")
     add("--traceback", action="store_true", help="on an error print its traceback too (or RANKD_TRACEBACK=1)")
 
 

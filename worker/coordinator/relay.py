@@ -20,6 +20,7 @@ import zmq
 
 from worker.config import FRAME_BYTES, HARD_FRAME_BYTES
 from worker.coordinator.lease import Lease, judge_hello, judge_sender
+from worker.coordinator.recorder import Recorder
 from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
 from worker.run_files import RunFiles
 from worker.step_trace import DONE, FLAG_RELAYED, StepTrace
@@ -84,6 +85,7 @@ class Relay:
         self.head_since = 0.0  # since when the oldest frame in flight waits for its answer; 0 if none
         self.steps_done = 0
         self.trace = StepTrace()
+        self.recorder: Recorder | None = None
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def start(self) -> None:
@@ -128,6 +130,8 @@ class Relay:
             self._from_output(sys.maxsize)
         self._state = state
         self._facts = facts or self._facts
+        if facts is not None and self.recorder is not None:
+            self.recorder.begin(facts)
         if (lease := self._lease) is not None and lease.held:
             fault = fault and msgspec.structs.replace(fault, step=self._lease_step(lease, fault.step))
             self._tell(lease, Kind.EVENT, Event(state, self._epoch, lease.answered, facts, fault))
@@ -197,6 +201,8 @@ class Relay:
             lease.expected += 1
             lease.in_flight += 1
             self._dirty = True
+            if self.recorder is not None:
+                self.recorder.frame(frame, body)
             self._to_ranks(kind, header.flags, body, lease, header.seq)
         elif kind is Kind.PING:
             decode_body(kind, body)
@@ -249,7 +255,10 @@ class Relay:
             return  # its lease has ended
         lease.in_flight -= 1
         lease.answered = step.lease_seq
-        self._deliver(lease, Header(Kind(kind), 0, self._epoch, lease.number, step.lease_seq), body)
+        header = Header(Kind(kind), 0, self._epoch, lease.number, step.lease_seq)
+        if self.recorder is not None:
+            self.recorder.frame(header.encode(), body)
+        self._deliver(lease, header, body)
 
     def _translate(self, body: bytes, gang_seq: int, lease_seq: int) -> bytes:
         """A refusal names its cause by gang sequence; the scheduler knows only its own."""

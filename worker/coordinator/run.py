@@ -23,6 +23,7 @@ from worker import gang_messages as gm
 from worker.config import GangConfig
 from worker.coordinator import admin, causes
 from worker.coordinator.gang import Gang, tick_interval
+from worker.coordinator.recorder import Recorder
 from worker.coordinator.relay import Relay
 from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.spawn import RankProcess, spawn
@@ -137,6 +138,7 @@ class _Coordinator:
         self._gang = gang = Gang(config, self._launch.epoch, relay, records, traces, self._send, say)
         self._telemetry = Telemetry(config, loop, lambda: admin.status(self._gang, self._relay), say)
         self._telemetry.watch(traces, relay_trace)
+        relay.recorder = recorder = self._recorder()
         relay.start()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, partial(gang.stop, number.name, again_at_once=True))
@@ -163,6 +165,8 @@ class _Coordinator:
         await asyncio.gather(*tasks, return_exceptions=True)
         relay.close(LAST_WORDS_S)
         self._telemetry.close()
+        if recorder is not None:
+            recorder.close(LAST_WORDS_S)
         for socket in (self._admin, *self._control):
             socket.close(linger=100)
         context.term()
@@ -228,6 +232,17 @@ class _Coordinator:
                 return {"stopping": True, "pid": os.getpid()}
             case _:
                 return {"error": 'not a request: one frame of JSON, {"op": "status"} or {"op": "down"}'}
+
+    def _recorder(self) -> Recorder | None:
+        wanted = self._config.recording
+        if wanted is None:
+            return None
+        try:
+            recorder = Recorder(wanted.path, tokens=wanted.tokens, most_bytes=wanted.most_bytes, say=say)
+        except OSError as error:
+            raise ValueError(f"--record {wanted.path} cannot be made: {error.strerror or error}") from None
+        say(f"recording the step stream into {recorder.path}, {'with' if wanted.tokens else 'without'} token ids")
+        return recorder
 
     async def _announce(self) -> None:
         await self._gang.ready

@@ -29,6 +29,7 @@ COMMANDS = {
     "timeline": Command(
         "timeline", "timeline", "the last steps as a page, bubbles summed", "workerctl timeline --steps 50"
     ),
+    "replay": Command("replay", "replay", "feed a recording to a gang", "workerctl replay steps.rec --name demo"),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
     "conformance": Command(
         "conformance", "conformance", "hold a gang to the wire's spec", "workerctl conformance --name demo"

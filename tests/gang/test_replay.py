@@ -1,0 +1,177 @@
+"""A recording of two stages, fed to two tensor-parallel ranks: the same tokens; and what is said where they are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.gang.gangs import RunningGang, gang, workerctl
+from tests.gang.test_gang_serving import decode, prompt, result_of
+from worker.recording import Frame, frame_of, read_recording, start_of
+from workerproto.client import Client
+from workerproto.codec import Header, encode_body, pack, unpack
+from workerproto.messages import Kind, New, Refused, Result, RowFlag, Sampling, Step
+
+
+@pytest.fixture(scope="module")
+def run_dir() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="rankd-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def recorded(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two leases, greedy and drawn tokens, a refusal in between."""
+    folder = tmp_path_factory.mktemp("recorded")
+    with gang(run_dir, folder, "--record", str(folder / "steps.rec"), name="a", pp=2) as running:
+        running.wait_ready()
+        with running.client(name="first") as client:
+            client.wait_ready(10)
+            serve(client, Sampling())
+            client.submit(decode(99, 0))
+            assert isinstance(client.receive(10).message, Refused)
+            client.submit(Step(finished=pack([1, 2])), resync=True)
+            result_of(client)
+        with running.client(name="second") as client:
+            client.wait_ready(10)
+            serve(client, Sampling(temperature=1.0, seed=3))
+        assert workerctl(run_dir, "down", "--name", "a").returncode == 0
+    return folder / "steps.rec"
+
+
+def serve(client: Client, sampling: Sampling) -> None:
+    """Two requests, 12 tokens each, two rows a step."""
+    for request in (1, 2):
+        tokens = [request, 5, 9]
+        client.submit(
+            Step([New(request, pack(tokens), pack([2 * request, 2 * request + 1]), 0, sampling)],
+                 ids=pack([request]), positions=pack([0]), counts=pack([3]), row_flags=pack([RowFlag.SAMPLE]),
+                 grant_counts=pack([0]))
+        )  # fmt: skip
+        result_of(client)
+    for position in range(3, 14):
+        client.submit(
+            Step(ids=pack([1, 2]), positions=pack([position] * 2), counts=pack([1, 1]),
+                 row_flags=pack([RowFlag.SAMPLE] * 2), grant_counts=pack([0, 0]))
+        )  # fmt: skip
+        result_of(client)
+
+
+@pytest.fixture(scope="module")
+def other(run_dir: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGang]:
+    with gang(run_dir, tmp_path_factory.mktemp("other"), name="b", tp=2) as running:
+        yield running.wait_ready()
+
+
+def replay(other: RunningGang, file: Path, *more: str) -> tuple[int, dict[str, object]]:
+    done = workerctl(other.run_dir, "replay", str(file), "--name", "b", "--json", *more)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_another_layout_samples_the_same(other: RunningGang, recorded: Path) -> None:
+    code, answer = replay(other, recorded)
+    assert code == 0
+    assert (answer["steps"], answer["compared"], answer["same"], answer["refused"]) == (28, 48, 48, 1)
+    assert (answer["first_difference"], answer["cut"], answer["left_out"]) == (None, False, 0)
+    assert answer["tokens"] == 2 * (6 + 22)
+    said = workerctl(other.run_dir, "replay", str(recorded), "--name", "b").stdout
+    assert "all 48 sampled tokens are the same" in said
+
+
+def test_at_recorded_speed_it_takes_as_long(other: RunningGang, recorded: Path) -> None:
+    code, answer = replay(other, recorded, "--speed", "recorded")
+    assert code == 0
+    seconds, was = answer["seconds"], answer["recorded_seconds"]
+    assert isinstance(seconds, float)
+    assert isinstance(was, float)
+    assert was * 0.9 <= seconds
+
+
+def test_the_first_difference_is_named_with_its_margin(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
+    """The recording is changed where request 2 of the second lease gets the token of position 8."""
+    recording = read_recording(recorded)
+    leases = list(dict.fromkeys(frame.header.lease for frame in recording.frames))
+    file = tmp_path / "changed"
+    with open(file, "wb") as out:
+        out.write(start_of(recording.facts, tokens=True))
+        for frame in recording.frames:
+            body = changed(frame) if (frame.header.lease, frame.header.seq) == (leases[1], 7) else frame.body
+            out.write(frame_of(frame.nanoseconds, frame.header.encode(), body))
+    code, answer = replay(other, file)
+    assert (code, answer["same"], answer["compared"]) == (1, 47, 48)
+    first = answer["first_difference"]
+    assert isinstance(first, dict)
+    assert (first["lease"], first["step"], first["request"], first["position"]) == (2, 7, 2, 8)
+    assert first["recorded"] != first["replayed"]
+    assert first["margin"] == pytest.approx(margin_by_hand(other), rel=1e-4)
+    said = workerctl(other.run_dir, "replay", str(file), "--name", "b")
+    assert "1 of 48 sampled tokens differ; first in step 7 of lease 2, request 2, position 8" in said.stdout
+
+
+def changed(frame: Frame) -> bytes:
+    message = frame.message
+    if not isinstance(message, Result):
+        return frame.body
+    tokens = np.array(unpack(message.tokens))
+    tokens[1] = (tokens[1] + 1) % 128
+    return encode_body(msgspec.structs.replace(message, tokens=pack(tokens)))
+
+
+def margin_by_hand(other: RunningGang) -> float:
+    """The same logits by logprobs of everything, of a scheduler of the test's own."""
+    with other.client() as client:
+        client.wait_ready(10)
+        results = []
+        for request in (1, 2):
+            step = prompt(request, [request, 5, 9], [2 * request, 2 * request + 1])
+            new = msgspec.structs.replace(step.new[0], sampling=Sampling(temperature=1.0, seed=3, logprobs=5))
+            client.submit(msgspec.structs.replace(step, new=[new]))
+            result_of(client)
+        for position in range(3, 8):
+            step = Step(ids=pack([1, 2]), positions=pack([position] * 2), counts=pack([1, 1]),
+                        row_flags=pack([RowFlag.SAMPLE] * 2), grant_counts=pack([0, 0]))  # fmt: skip
+            client.submit(step)
+            results.append(result_of(client))
+    values = np.frombuffer(results[-1].logprob_values, "<f4").reshape(2, 6)[1]
+    return float(values[1] - values[2])
+
+
+def test_what_does_not_fit_is_refused_with_the_next_step(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
+    recording = read_recording(recorded)
+    for change, said in (
+        ({"weights_id": "another"}, "start one of the same model, or give --any-weights"),
+        ({"kv": msgspec.structs.replace(recording.facts.kv, block_size=32)}, "start it with --block-size 32"),
+        ({"vocabulary": 99}, "a vocabulary of 99, the gang of 128"),
+        ({}, "the recording needs 10000 blocks (--kv-cache-memory-bytes), the gang has"),
+    ):
+        file = tmp_path / "misfit"
+        start = start_of(msgspec.structs.replace(recording.facts, **change), tokens=True)
+        body = encode_body(prompt(1, [1, 2, 3], [9999]))
+        file.write_bytes(start + frame_of(0, Header(Kind.STEP, 0, 1, 1, 1).encode(), body))
+        done = workerctl(other.run_dir, "replay", str(file), "--name", "b")
+        assert done.returncode == 2
+        assert said in done.stderr
+    assert workerctl(other.run_dir, "replay", str(recorded), "--name", "nobody").returncode == 3
+    missing = workerctl(other.run_dir, "replay", str(tmp_path / "missing"), "--name", "b")
+    assert (missing.returncode, "cannot be read: No such file" in missing.stderr) == (78, True)
+
+
+def test_without_answers_it_is_a_benchmark(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
+    recording = read_recording(recorded)
+    with open(tmp_path / "steps", "wb") as out:
+        out.write(start_of(recording.facts, tokens=False))
+        for frame in recording.frames:
+            if frame.header.kind is Kind.STEP:
+                header = Header(Kind.STEP, frame.header.flags, 1, frame.header.lease, frame.header.seq)
+                out.write(frame_of(frame.nanoseconds, header.encode(), frame.body))
+    code, answer = replay(other, tmp_path / "steps")
+    assert (code, answer["steps"], answer["compared"]) == (0, 28, 0)
