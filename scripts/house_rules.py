@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 MAX_LINES = 400
-OURS = re.compile(r"(?!\.(?!ci$)|__pycache__$|build$|.*\.egg-info$)")  # not hidden, but for .ci, and not generated
-TEXT = {"", ".py", ".md", ".toml", ".txt", ".json", ".yml", ".sh"}
+# Not hidden, but for .ci, and neither generated nor fetched.
+OURS = re.compile(r"(?!\.(?!ci$)|__pycache__$|node_modules$|build$|.*\.egg-info$)")
+TEXT = {"", ".py", ".mjs", ".md", ".toml", ".txt", ".json", ".yml", ".sh"}
 
 RULES = {
     "pickle runs whatever a peer sends": re.compile(
@@ -31,7 +32,7 @@ def breaches(root: Path) -> list[str]:
             continue
         lines = path.read_text(encoding="utf-8").splitlines()
         name = "/".join(parts)
-        if path.suffix == ".py" and len(lines) > MAX_LINES:
+        if path.suffix in (".py", ".mjs") and len(lines) > MAX_LINES:
             found.append(f"{name}:{len(lines)}: a file has one subject and at most {MAX_LINES} lines")
         rules = RULES_FOR_ANY_TEXT | (RULES if path.suffix == ".py" else {})
         for number, line in enumerate(lines, start=1):
