@@ -245,7 +245,7 @@ def main() -> None:
                 print("graph launch, us", "idle" if waited else "busy", times)
             profile(partial(bench.decode, batches[0], args.prompt, 100), "decode steps, 100")
             profile(partial(bench.prefill, *shape), "prefill")
-        found["steps"] = {"graph": bench.runner.graph_steps, "eager": bench.runner.eager_steps}
+        found["steps"] = dict(zip(("graph", "eager"), bench.runner.graph_counts, strict=True))
         print(found["repeatable"], found["steps"])
         result[name] = found
         del bench

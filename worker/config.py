@@ -84,10 +84,12 @@ class GangConfig:
     max_model_len_given: bool  # then it is kept or refused; otherwise lowered to what the cache holds
     max_steps_in_flight: int
     cpu_threads: int | None
+    devices: tuple[int, ...]  # number of each local rank's; () for its local rank
     enforce_eager: bool
     recording: RecordConfig | None
     metrics_host: str
     metrics_port: int | None  # None: no port is opened
+    debug_sync: bool
     limits: Limits
 
     @property
@@ -157,12 +159,14 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         max_model_len_given=wanted is not None,
         max_steps_in_flight=steps,
         cpu_threads=options.cpu_threads,
+        devices=_devices(options.devices, tp * pp),
         enforce_eager=options.enforce_eager,
         recording=None
         if options.record is None
         else RecordConfig(options.record.absolute(), options.record_bytes, not options.record_without_tokens),
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
+        debug_sync=options.debug_sync,
         limits=limits,
     )
 
@@ -197,6 +201,17 @@ def _device(asked: str, environment: Mapping[str, str]) -> str:
         raise ValueError("--device is cuda, but this host shows no NVIDIA GPU (/dev/nvidiactl or CUDA_VISIBLE_DEVICES)")
     if asked == "auto":
         return "cuda" if driver and not metadata.version("torch").endswith("+cpu") else "cpu"
+    return asked
+
+
+def _devices(asked: tuple[int, ...] | None, ranks: int) -> tuple[int, ...]:
+    if asked is None:
+        return ()
+    text = ",".join(map(str, asked))
+    if len(asked) != ranks:
+        raise ValueError(f"--devices {text} names {len(asked)} devices, there are {ranks} ranks")
+    if min(asked) < 0:
+        raise ValueError(f"--devices {text}: a device is a number from 0")
     return asked
 
 

@@ -84,8 +84,11 @@ class Note(_Message, frozen=True):
 
 
 class Loaded(_Message, frozen=True):
+    """`kernels`: which this rank uses, for people."""
+
     bytes: int
     seconds: float
+    kernels: str
 
 
 class KvOffer(_Message, frozen=True):

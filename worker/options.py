@@ -62,6 +62,8 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="POSITIONS", help="of a request; default: as many as can be, up to 8192")
     add("--max-steps-in-flight", type=int, metavar="STEPS", help="default: stages + 2")
     add("--cpu-threads", type=int, metavar="N", help="of each rank; default: the host's cores divided by its ranks")
+    add("--devices", type=integers, metavar="N,N,…", help="CUDA device of each rank of a host; default: its local rank")
+    add("--debug-sync", action="store_true", help="make a hidden wait for the CUDA device inside a step an error")
     add("--enforce-eager", action="store_true", help="capture no graphs (on cpu there are none)")
     limits = parser.add_argument_group("limits, in seconds")
     limits.add_argument("--startup-timeout", type=float, default=600, help="until READY (%(default)s)")

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from worker.execution.sampler import SamplingRows, sample
+from workerproto.messages import Sampling
+from workerproto.steps import StartedRequest
+
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 pytest.importorskip("triton")
 
-from worker.execution.device_sampler import DeviceSampler  # noqa: E402 (after the line above)
-from worker.execution.greedy import Greedy  # noqa: E402
-from worker.execution.sampler import SamplingRows, sample  # noqa: E402
-from workerproto.messages import Sampling  # noqa: E402
-from workerproto.steps import StartedRequest  # noqa: E402
+from worker.execution.device_sampler import DeviceSampler  # noqa: E402 - imports Triton
+from worker.execution.greedy import Greedy  # noqa: E402 - imports Triton
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROWS, SLOTS = 12, 40
@@ -83,11 +84,12 @@ def test_tokens_are_those_of_the_sampler(kind: str, vocab: int, dtype: torch.dty
     sampler.draw_(
         greedy.tokens, wide[:, :vocab], greedy.values, torch.from_numpy(slots).to(DEVICE), *at, filtered=True
     )
-    column: Any = lambda name, kind: np.array([getattr(s, name) for s in SAMPLINGS], kind)  # noqa: E731
-    rows = SamplingRows(
-        column("temperature", np.float64), column("top_k", np.int32), column("top_p", np.float64),
-        column("min_p", np.float64), column("seed", np.int64), column("logprobs", np.int32), positions + 1,
-    )  # fmt: skip
+    kinds = {"top_k": np.int32, "seed": np.int64, "logprobs": np.int32}
+    columns: dict[str, Any] = {
+        name: np.array([getattr(sampling, name) for sampling in SAMPLINGS], kinds.get(name, np.float64))
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "logprobs")
+    }
+    rows = SamplingRows(**columns, position=positions + 1)
     expected = sample(scores.float().clamp(torch.finfo(dtype).min, torch.finfo(dtype).max), rows).tokens.tolist()
     assert greedy.tokens.tolist() == expected
     assert before[0] == expected[0]

@@ -93,3 +93,13 @@ def test_lists() -> None:
     assert integers("3,4") == (3, 4)
     with pytest.raises(argparse.ArgumentTypeError):
         integers("3,")
+
+
+def test_devices_are_one_a_rank(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    assert resolved(model, "-tp", "2").devices == ()
+    assert resolved(model, "-tp", "2", "--devices", "0,0").devices == (0, 0)
+    with pytest.raises(ValueError, match="--devices 0 names 1 devices, there are 2 ranks"):
+        resolved(model, "-tp", "2", "--devices", "0")
+    with pytest.raises(ValueError, match="-1"):
+        resolved(model, "--devices=-1")

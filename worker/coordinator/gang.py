@@ -105,7 +105,8 @@ class Gang:
                     one.loaded = message
                     size, seconds = message.bytes / 1e9, message.seconds
                     rate = size / max(seconds, 1e-9)
-                    self._say(f"rank {rank}: {size:.3f} GB of weights in {seconds:.2f} s ({rate:.2f} GB/s)")
+                    weights = f"{size:.3f} GB of weights in {seconds:.2f} s ({rate:.2f} GB/s)"
+                    self._say(f"rank {rank}: {weights}; {message.kernels}")
                     self._when_all("loaded", GangEvent.ALL_LOADED)
                 case gm.KvOffer():
                     one.offer = message

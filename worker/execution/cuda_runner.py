@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from worker.execution.batch import Samples, inputs_of, rows_of, samples_of
+from worker.execution.device_sampler import DeviceSampler
 from worker.execution.device_step import (
     Padding,
     StepTensors,
@@ -105,7 +106,14 @@ class CudaRunner(ModelRunner):
         # One more: a step is built while the oldest of those in flight may not have been taken yet.
         self.packets = Packets(config.max_steps_in_flight + 1, size, config.max_rows, config.device)
         vocab = model_config.vocab
-        self.greedy = Greedy(config.max_rows, vocab, padded_vocab(vocab, topology.tp), config.device)
+        stride = padded_vocab(vocab, topology.tp)
+        self.greedy = Greedy(config.max_rows, vocab, stride, config.device)
+        # Without it, as for float32, drawing takes torch's operations.
+        self.sampler: DeviceSampler | None = None
+        if topology.is_last_stage and topology.tp_rank == 0 and DeviceSampler.takes(config.dtype):
+            self.sampler = DeviceSampler(
+                config.max_rows, config.max_requests + 1, vocab, stride, self.greedy.parts, config.dtype, config.device
+            )
         self.choose_inputs = Launcher(kernels.choose_inputs, config.device, _CHOSEN)
         self.to_host = torch.cuda.Stream(config.device)
         self.hidden = torch.zeros(
@@ -114,7 +122,7 @@ class CudaRunner(ModelRunner):
         )  # fmt: skip
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Launched]] = {}
         self.sizes: list[int] = []
-        self.graph_steps = self.eager_steps = 0
+        self.graph_counts = 0, 0
 
     # Bring-up.
 
@@ -126,11 +134,19 @@ class CudaRunner(ModelRunner):
 
     def _rehearse_sampling(self, hidden: Tensor, sampling: SamplingRows) -> None:
         scores = self.model.scores(hidden)
-        if scores is not None:
-            self.greedy.choose(scores)
-            logits, tokens = finite(scores), self.greedy.tokens[: len(scores)]
-            draw_(tokens, logits, sampling)
-            logprobs_of(logits, tokens, sampling.logprobs)
+        if scores is None:
+            return
+        self.greedy.choose(scores)
+        tokens = self.greedy.tokens[: len(scores)]
+        if self.sampler is None:
+            draw_(tokens, finite(scores), sampling)
+        else:
+            nobodys = torch.full((len(scores),), self.padding_slot, dtype=torch.int32, device=scores.device)
+            for places in (nobodys[:0], nobodys * 0):
+                self.sampler.draw_(
+                    tokens, scores, self.greedy.values, nobodys, nobodys, places, filtered=True
+                )
+        logprobs_of(scores, tokens, sampling.logprobs)
 
     @torch.inference_mode()
     def graph_bytes(self) -> int:
@@ -153,7 +169,11 @@ class CudaRunner(ModelRunner):
             self.graphs[size] = self._captured(size, pool)
         self.sizes = sorted(self.graphs)
         torch.cuda.synchronize(self.config.device)
-        self.graph_steps = self.eager_steps = 0
+        self.graph_counts = 0, 0
+
+    @property
+    def padding_slot(self) -> int:
+        return self.config.max_requests
 
     def _graph_sizes(self) -> list[int]:
         """The largest first: the others fit into its memory."""
@@ -179,9 +199,15 @@ class CudaRunner(ModelRunner):
 
     @property
     def padding(self) -> Padding:
-        return Padding(self.config.max_requests, self.caches[0].shape[0] - 1)
+        return Padding(self.padding_slot, self.caches[0].shape[0] - 1)
 
     # A step.
+
+    @torch.inference_mode()
+    def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
+        if self.sampler is not None and step.started:
+            self.sampler.seat(step.started)
+        return super().execute(step, table)
 
     def _execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
         if self.hidden_in:
@@ -214,10 +240,7 @@ class CudaRunner(ModelRunner):
             self.reach("send")
             self.hidden_out.send(step.sequence, launched.hidden[: step.num_tokens])
         trace.mark(SENT)
-        asked = self._asked(step, samples, all_rows=bool(size))
-        if asked is not None:
-            self.reach("sample")
-        logprobs = self._draw(launched.scores, sent, asked) if asked is not None else None
+        logprobs = self._finish_sampling(launched.scores, sent, step, samples, all_rows=bool(size))
         self._hand_round(step, samples, all_rows=bool(size))
         self.slots.sampled(step.sequence, samples.slots, samples.positions)
         trace.mark(SAMPLED)
@@ -227,8 +250,8 @@ class CudaRunner(ModelRunner):
         """Rows of the graph that this step takes, 0 for none."""
         single = step.num_tokens == step.num_rows
         size = next((size for size in self.sizes if size >= step.num_rows), 0) if single else 0
-        self.graph_steps += size > 0
-        self.eager_steps += size == 0
+        captured, eager = self.graph_counts
+        self.graph_counts = (captured + 1, eager) if size else (captured, eager + 1)
         return size
 
     def _replay(self, size: int, received: Tensor | None) -> Launched:
@@ -267,28 +290,46 @@ class CudaRunner(ModelRunner):
         self.group.broadcast_(self.greedy.tokens[: len(step.sample_slots)])
         self.greedy.deliver(step.sample_slots, step.header, self.last_tokens, self.packets.outboxes)
 
-    def _asked(self, step: AcceptedStep, samples: Samples, *, all_rows: bool) -> SamplingRows | None:
-        """How to sample what was scored, if the likeliest tokens alone will not do."""
+    def _finish_sampling(
+        self, scores: Tensor | None, sent: StepTensors, step: AcceptedStep, samples: Samples, *, all_rows: bool
+    ) -> DeviceLogprobs | None:
+        """What the likeliest tokens alone will not do: drawing at random, and logprobs."""
         if not self.topology.is_last_stage or not len(samples):
             return None
-        asked = self.slots.sampling(samples.slots, samples.positions)
-        if not (asked.temperature > 0).any() and not (asked.logprobs >= 0).any():
+        drawn = bool((self.slots.temperature[samples.slots] > 0).any())
+        told = bool((self.slots.logprobs[samples.slots] >= 0).any())
+        if not drawn and not told:
             return None
-        if all_rows and len(samples) < step.num_rows:
-            asked = self.slots.sampling(step.slots, step.positions + 1)
-            asked.temperature[(step.flags & RowFlag.SAMPLE) == 0] = 0
-            asked.logprobs[(step.flags & RowFlag.SAMPLE) == 0] = -1
-        return asked
+        self.reach("sample")
+        if drawn:
+            if scores is not None:
+                self._draw(scores, sent, step, samples, all_rows=all_rows)
+            self._deliver(sent)
+        if not told or scores is None:
+            return None
+        wanted = self._asked(step, samples, all_rows=all_rows).logprobs
+        return logprobs_of(scores, self.greedy.tokens[: len(wanted)], wanted)
 
-    def _draw(self, scores: Tensor | None, step: StepTensors, asked: SamplingRows) -> DeviceLogprobs | None:
-        logprobs = None
-        if scores is not None:
-            logits, tokens = finite(scores[: len(asked)]), self.greedy.tokens[: len(asked)]
-            draw_(tokens, logits, asked)
-            logprobs = logprobs_of(logits, tokens, asked.logprobs)
-        if (asked.temperature > 0).any():
-            self._deliver(step)
-        return logprobs
+    def _draw(
+        self, scores: Tensor, sent: StepTensors, step: AcceptedStep, samples: Samples, *, all_rows: bool
+    ) -> None:
+        if self.sampler is None:
+            asked = self._asked(step, samples, all_rows=all_rows)
+            draw_(self.greedy.tokens[: len(asked)], finite(scores[: len(asked)]), asked)
+        else:
+            self.sampler.draw_(
+                self.greedy.tokens, scores, self.greedy.values, sent.sample_slots, sent.positions, sent.places,
+                filtered=bool(self.sampler.filtered[samples.slots].any()),
+            )  # fmt: skip
+
+    def _asked(self, step: AcceptedStep, samples: Samples, *, all_rows: bool) -> SamplingRows:
+        """How what was scored is sampled: the SAMPLE rows, or if `all_rows` also the others, for nobody."""
+        if not all_rows or len(samples) == step.num_rows:
+            return self.slots.sampling(samples.slots, samples.positions)
+        asked = self.slots.sampling(step.slots, step.positions + 1)
+        asked.temperature[(step.flags & RowFlag.SAMPLE) == 0] = 0
+        asked.logprobs[(step.flags & RowFlag.SAMPLE) == 0] = -1
+        return asked
 
     def _hand_round(self, step: AcceptedStep, samples: Samples, *, all_rows: bool) -> None:
         """The sampled tokens from the last stage to the first."""

@@ -34,16 +34,18 @@ class DeviceSampler:
     def __init__(
         self, rows: int, slots: int, vocab: int, stride: int, parts: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        int64 = {"dtype": torch.int64, "device": device}
-        self.table = torch.zeros((slots, 8), **int64)
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.table = integers(slots, 8)
         self.drawn = np.zeros(slots, bool)  # on the host: which slots have a temperature, and which of them filters
         self.filtered = np.zeros(slots, bool)
         self.counts = torch.zeros((rows, _VALUES), dtype=torch.int32, device=device)
-        self.numbers = torch.zeros((rows, _VALUES // _VALUES_AT_ONCE), **int64)
+        self.numbers = integers(rows, _VALUES // _VALUES_AT_ONCE)
         self.masses = torch.zeros_like(self.numbers)
-        self.thresholds = torch.zeros(rows, **int64)
+        self.thresholds = integers(rows)
         self.chunks = blocks(vocab, _CHUNK)
-        self.sums = torch.zeros((rows, self.chunks), **int64)
+        self.sums = integers(rows, self.chunks)
         limits = torch.finfo(dtype)
         size, part, finite = (vocab, stride), (parts, power_of_two(parts)), (limits.min, limits.max)
         scores, values = (_CHUNK, _BLOCK, *finite), (_VALUES_AT_ONCE, kernels.TRITON_TYPES[dtype], *finite)
@@ -56,6 +58,10 @@ class DeviceSampler:
             placed: Launcher(kernels.pick, device, *size, *part, _CHUNK, _BLOCK, *found, placed, *finite)
             for placed in (False, True)
         }
+
+    @staticmethod
+    def takes(dtype: torch.dtype) -> bool:
+        return dtype in kernels.TRITON_TYPES
 
     def seat(self, started: list[StartedRequest]) -> None:
         """Requests that start; greedy ones that follow greedy ones change nothing."""

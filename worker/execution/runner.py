@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from worker.memory.ledger import Holdings
 
 
+MOST_GRAPH_ROWS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """Sizes that the runner's buffers are made for; those of the validator's limits, which keep every step within
@@ -33,7 +36,7 @@ class RunnerConfig:
     max_model_len: int  # positions
     max_steps_in_flight: int
     max_logprobs: int = 20
-    max_graph_rows: int = 256  # CUDA: decode steps up to this size are captured; 0 captures none
+    max_graph_rows: int = MOST_GRAPH_ROWS  # CUDA: decode steps up to this size are captured; 0 captures none
 
     def __post_init__(self) -> None:
         least = {"block_size": 1, "max_batched_tokens": 1, "max_rows": 1, "max_requests": 1, "max_model_len": 1}
@@ -92,6 +95,10 @@ class StepRunner(Protocol):
 
         Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
         """
+
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """Steps with rows that were one captured graph, and others; both 0 on a device that captures none."""
 
     def reset(self) -> None:
         """Forget all requests (a new lease); steps already executed are let come to their end first."""

@@ -211,7 +211,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Int32Array) -> DeviceLog
         return None
     where = on_device(asked, logits)
     counts = np.minimum(wanted[asked], logits.shape[1])
-    values = logits[where].float().log_softmax(-1)
+    values = finite(logits[where]).float().log_softmax(-1)
     chosen = tokens[where].long()[:, None]
     chosen_value = values.gather(1, chosen)
     ranks = (values > chosen_value).sum(-1) + 1

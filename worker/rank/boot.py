@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from worker.config import GangConfig
 from worker.execution.handles import make_handles
 from worker.execution.make_runner import make_runner
-from worker.execution.runner import RunnerConfig
+from worker.execution.runner import MOST_GRAPH_ROWS, RunnerConfig
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import KvConfig, KvOffer, Loaded, Note, Phase, Warm
 from worker.memory.ledger import Books
@@ -56,7 +56,7 @@ def bring_up(seat: Seat) -> StepLoop:
     began = time.perf_counter()
     loaded: list[object] = []
     runner.load(lambda model: loaded.append(load_weights(model, weights, seat.status.progress)))
-    seat.control.report(Loaded(int(str(loaded[0])), time.perf_counter() - began))
+    seat.control.report(Loaded(int(str(loaded[0])), time.perf_counter() - began, runner.kernels))
 
     seat.enter("profile")
     available = memory.profile(runner)
@@ -78,6 +78,8 @@ def bring_up(seat: Seat) -> StepLoop:
         runner.capture()
     torch.manual_seed(config.seed)  # warming up has drawn from it
     runner.trace.attach(seat.trace_file)
+    if config.debug_sync and device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
     answers = Answers(
         seat.answers() if topology.is_output else None, place.epoch, seat.status, runner.trace, seat.fault_points,
         seat.fail, behind=runner.behind,
@@ -99,19 +101,23 @@ def _device(config: GangConfig, place: Place) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place.local_rank >= count:
+    index = config.devices[place.local_rank] if config.devices else place.local_rank
+    if index >= count:
         seen = f"torch {torch.__version__} sees {count} devices"
-        raise ValueError(f"--device is cuda, but {seen}: none for local rank {place.local_rank}")
-    device = torch.device("cuda", place.local_rank)
+        raise ValueError(f"--device is cuda, but {seen}: no device {index} for local rank {place.local_rank}")
+    device = torch.device("cuda", index)
     if config.dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"--dtype is bfloat16, which {name} has not: its compute capability is below 8.0")
     return device
 
 
-def _identity(device: torch.device) -> str:
-    """The same of one device under whatever number it is seen."""
-    return f"{device} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else str(device)
+def _identity(device: torch.device, config: GangConfig, place: Place) -> str:
+    """The same of one device under whatever number it is seen, unless ranks are meant to share it."""
+    if device.type != "cuda":
+        return str(device)
+    shared = f"/{place.local_rank}" if config.devices.count(device.index) > 1 else ""
+    return f"{device} {torch.cuda.get_device_properties(device).uuid}{shared}"
 
 
 def _nccl(device: torch.device) -> dict[str, str]:
@@ -134,7 +140,8 @@ def _meet(seat: Seat, device: torch.device, dtype: torch.dtype) -> Groups:
     """Roll-call through the coordinator, which knows who is missing, and only then the store, which does not."""
     config, place = seat.config, seat.place
     seat.enter("rendezvous")
-    seat.roll_call(_identity(device), torch.get_num_threads(), {"torch": str(torch.__version__), **_nccl(device)})
+    versions = {"torch": str(torch.__version__), **_nccl(device)}
+    seat.roll_call(_identity(device, config, place), torch.get_num_threads(), versions)
     # The step limit is the coordinator's to watch, which can say who hangs; a communicator that gives up at the same
     # moment would only say who waited. Its own limit is for a rank whose coordinator is of no help any more.
     groups = make_groups(
@@ -168,4 +175,5 @@ def _runner_config(config: GangConfig, device: torch.device, dtype: torch.dtype)
         max_model_len=config.max_model_len,
         max_steps_in_flight=config.max_steps_in_flight,
         max_logprobs=config.max_logprobs,
+        max_graph_rows=0 if config.enforce_eager else MOST_GRAPH_ROWS,
     )

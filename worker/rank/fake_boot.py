@@ -22,7 +22,7 @@ def bring_up(seat: Seat) -> StepLoop:
     runner = FakeRunner(topology, config.block_size, seat.fault_points.reach)
     seat.enter("load")
     seat.status.progress(1, 1)
-    seat.control.report(Loaded(0, 0.0))
+    seat.control.report(Loaded(0, 0.0, "none"))
     seat.enter("profile")
     available = config.memory.kv_bytes or 1 << 20
     seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))

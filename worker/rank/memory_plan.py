@@ -75,7 +75,7 @@ class MemoryPlan:
 
 
 def _facts(config: GangConfig, place: Place, total: int) -> dict[str, str]:
-    device = torch.cuda.get_device_name(place.local_rank) if config.device == "cuda" else "cpu"
+    device = torch.cuda.get_device_name() if config.device == "cuda" else "cpu"
     return {
         "model": hashlib.sha256((config.model / "config.json").read_bytes()).hexdigest(),
         "rank": f"{place.rank} of {config.tp} x {config.pp}, {config.partition}",

@@ -27,7 +27,7 @@ class DummyWeights:
         self.shapes = expected
 
     def read(self, name: str, piece: Piece) -> Tensor:
-        """float32, of the shape of the piece's target."""
+        """float32, of the shape of the piece's target, and on its device: a line is moved there, not a matrix."""
         size = tuple(piece.target.shape)
         if name.endswith("norm.weight"):
             return torch.ones(size)
@@ -36,7 +36,7 @@ class DummyWeights:
         if len(shape) == 1:
             line = torch.randn(shape[0], generator=generator)[piece.start : piece.stop]
         else:
-            line = torch.randn((shape[0] - 1) * ROW_STEP + shape[1], generator=generator)
+            line = torch.randn((shape[0] - 1) * ROW_STEP + shape[1], generator=generator).to(piece.target.device)
             line = line.as_strided(size, (ROW_STEP, 1), piece.start * (ROW_STEP if piece.dim == 0 else 1))
         return line * STANDARD_DEVIATION
 
