@@ -120,7 +120,6 @@ def test_the_status_file_is_laid_out_as_the_table_says(tmp_path: Path) -> None:
     writer.attach(file)
     writer.progress(11, 22)
     writer.begin_step(99)
-    writer.graphs(5, 2)
     record = file.read_bytes()
     assert f"{len(record)} bytes" in section("20. Status files")
     kinds = {"u32": "<I", "f64": "<d", "u64": "<Q"}
@@ -133,7 +132,6 @@ def test_the_status_file_is_laid_out_as_the_table_says(tmp_path: Path) -> None:
     assert told["version"] == 1
     assert (told["epoch"], told["threads of the rank"]) == (7, 3)
     assert told["gang sequence of the oldest step under way"] == 99
-    assert (told["steps that were one captured graph"], told["other steps with rows"]) == (5, 2)
     assert (told["while loading: bytes of weights done"], told["while loading: bytes of weights in all"]) == (11, 22)
     assert ", ".join(status_file.PHASES) + "." in section("20. Status files")
     assert told["phase"] == status_file.PHASES.index("step")

@@ -14,7 +14,7 @@ from worker.execution.runner import PendingOutput, StepOutput
 from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
 from worker.rank.answers import Answers
 from worker.rank.fault_points import FaultPoints
-from worker.rank.status_file import StatusWriter, read_status
+from worker.rank.status_file import StatusWriter
 from worker.rank.step_loop import StepLoop
 from worker.step_trace import StepTrace
 from workerproto.codec import decode_body, encode_body, pack, unpack
@@ -51,7 +51,6 @@ class Device:
         self.launched: list[Pending] = []
         self.progress = threading.Condition()
         self.closed = False
-        self.graph_counts = 0, 0
 
     def execute(self, step: AcceptedStep, table: Any) -> PendingOutput:
         pending = Pending(step.sequence)
@@ -59,7 +58,6 @@ class Device:
             pending.done.set()
         with self.progress:
             self.launched.append(pending)
-            self.graph_counts = len(self.launched), 0
             self.progress.notify_all()
         return pending
 
@@ -187,9 +185,6 @@ def test_the_oldest_step_under_way_is_shown(rank: Rank) -> None:
     rank.send(STOP)
     rank.ends()
     assert (rank.status.phase, rank.status.step, rank.status.steps_done, rank.status._live) == ("ready", 3, 3, 3)
-    shown = read_status(bytes(rank.status._record))
-    assert shown is not None
-    assert (shown.graph_steps, shown.eager_steps, shown.graph_hit_rate) == (3, 0, 1.0)
 
 
 def test_refusals_and_resets_wait_for_their_turn(rank: Rank) -> None:

@@ -126,7 +126,6 @@ def _rank(gang: Gang, one: Rank, seen: Recent, trace: Records) -> dict[str, Any]
         "heartbeat_age_s": round(one.silent_s, 3),
         "loaded": round(status.done / status.total, 3) if status and status.total else None,
         "kernels": one.loaded.kernels if one.loaded else None,
-        "graph_hit_rate": round(rate, 4) if status and (rate := status.graph_hit_rate) is not None else None,
         "kv_bytes": one.warm.kv_bytes if one.warm else None,
         "num_blocks": gang.kv.num_blocks if gang.kv else None,
         "threads": one.present.threads if one.present else None,

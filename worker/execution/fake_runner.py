@@ -57,10 +57,6 @@ class FakeRunner:
             return StepOutput(step.sequence)
         return StepOutput(step.sequence, np.array(unpack(result.tokens)))
 
-    @property
-    def graph_counts(self) -> tuple[int, int]:
-        return 0, 0
-
     def reset(self) -> None:
         self._model = FakeModel(self._limits)
 

@@ -38,7 +38,6 @@ class ModelRunner:
             raise ValueError(f"max_logprobs {config.max_logprobs} exceeds the vocabulary of {model_config.vocab}")
         self.model_config, self.topology, self.config, self.groups = model_config, topology, config, groups
         self.group = groups.tensor_parallel
-        self.graph_counts = 0, 0
         self.reach: Callable[[str], None] = lambda place: None  # told where a step has come to: recv, sample, send
         self.trace = StepTrace()
         self.slots = RequestSlots(config.max_requests)

@@ -96,10 +96,6 @@ class StepRunner(Protocol):
         Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
         """
 
-    @property
-    def graph_counts(self) -> tuple[int, int]:
-        """Steps with rows that were one captured graph, and others; both 0 on a device that captures none."""
-
     def reset(self) -> None:
         """Forget all requests (a new lease); steps already executed are let come to their end first."""
 

@@ -3,7 +3,6 @@
     magic[4] version:u32 pid:u32 epoch:u32 threads:u32 0:u32                                           offset 0
     phase:u32 0:u32 phase_since:f64 step:u64 step_since:f64 steps_done:u64 live_requests:u64           offset 24
     done:u64 total:u64                                  bytes of weights, while loading                offset 72
-    graph_steps:u64 eager_steps:u64                     steps with rows, captured or not               offset 88
 
 Little-endian; times are seconds of the host's monotonic clock; `phase` counts in PHASES; `step` is a gang sequence.
 Written without a lock: a reader may see one field a step older than its neighbour, and never waits.
@@ -28,7 +27,6 @@ _VERSION = 1
 _FIXED = struct.Struct("<4sIIIII")
 _NOW = struct.Struct("<IIdQdQQ")
 _PROGRESS = struct.Struct("<QQ")
-_GRAPHS = struct.Struct("<QQ")
 _READY, _STEP = PHASES.index("ready"), PHASES.index("step")
 
 
@@ -85,9 +83,6 @@ class StatusWriter:
     def progress(self, done: int, total: int) -> None:
         _PROGRESS.pack_into(self._record, 72, done, total)
 
-    def graphs(self, captured: int, eager: int) -> None:
-        _GRAPHS.pack_into(self._record, 88, captured, eager)
-
     def _show_oldest(self) -> None:
         self.phase, self.step = "step", self._under_way[0]
         self._step_since = now = time.monotonic()
@@ -112,15 +107,6 @@ class RankStatus:
     live_requests: int
     done: int
     total: int
-    graph_steps: int
-    eager_steps: int
-
-    @property
-    def graph_hit_rate(self) -> float | None:
-        """Share of steps with rows that were one captured graph; None before the first, and without graphs."""
-        steps = self.graph_steps + self.eager_steps
-        return self.graph_steps / steps if steps else None
-
 
 def read_status(record: bytes | mmap.mmap) -> RankStatus | None:
     """None if the rank has not written yet, or writes another version."""
@@ -129,11 +115,10 @@ def read_status(record: bytes | mmap.mmap) -> RankStatus | None:
         return None
     phase, _, since, step, step_since, done_steps, live = _NOW.unpack_from(record, 24)
     done, total = _PROGRESS.unpack_from(record, 72)
-    graphs = _GRAPHS.unpack_from(record, 88)
     now = time.monotonic()
     return RankStatus(
         pid, epoch, threads, PHASES[phase], max(0.0, now - since), step or None,
-        max(0.0, now - step_since) if step else None, done_steps, live, done, total, *graphs,
+        max(0.0, now - step_since) if step else None, done_steps, live, done, total,
     )  # fmt: skip
 
 

@@ -88,7 +88,6 @@ class StepLoop:
             self._judged.append((sequence, validator.digest))  # before it is executed: that may wait for a peer
             checked = trace.mark(VALIDATED)
             output = self._runner.execute(accepted, validator.table)
-            self._status.graphs(*self._runner.graph_counts)
             self._answers.result(sequence, output, (checked - began) // 1000, validator.live_requests)
         trace.held(validator.live_requests, validator.used_blocks)
         trace.mark(DONE)
