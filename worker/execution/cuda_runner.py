@@ -195,7 +195,7 @@ class CudaRunner(ModelRunner):
         return graph, launched
 
     def _elsewhere(self) -> list[object]:
-        return [*super()._elsewhere(), self.graphs]
+        return [self.graphs]
 
     @property
     def padding(self) -> Padding:

@@ -3,7 +3,7 @@ on it for the other kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
 from worker.memory.kv_cache import KVCacheShape
 from worker.memory.ledger import Holdings
+from worker.memory.sleep import KV_CACHE, RUNTIME, WEIGHTS
 from worker.memory.storages import storages, tensors_of
 from worker.model_config import ModelConfig
 from worker.models import build_model
@@ -44,6 +45,7 @@ class ModelRunner:
         # One more for what is sampled for nobody.
         self.last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=config.device)
         self.model: Decoder
+        self._fill: Callable[[Decoder], object]
         self.caches: list[Tensor] = []
         self._open_hops()
 
@@ -67,6 +69,7 @@ class ModelRunner:
     def load(self, fill: Callable[[Decoder], object]) -> None:
         config = self.config
         self.model = build_model(self.model_config, self.topology, config.dtype, config.device, self.group)
+        self._fill = fill
         fill(self.model)
 
     @property
@@ -129,16 +132,40 @@ class ModelRunner:
     def capture(self) -> None:
         """Nothing: this device launches what it is told."""
 
-    def holdings(self) -> Holdings:
-        device = self.config.device
-        weights, caches = storages(tensors_of(self.model), device), storages(self.caches, device)
-        rest = storages(tensors_of(self, without=self._elsewhere()), device)
+    def holdings(self, released: Set[int] = frozenset()) -> Holdings:
+        device, parts = self.config.device, self.parts()
+        weights = storages(tensors_of(self.model, without=[self.model.backend]), device)
+        caches = storages(self.caches, device)
+        rest = storages((*parts[WEIGHTS], *parts[RUNTIME]), device)
         buffers = {key: size for key, size in rest.items() if key not in weights and key not in caches}
-        return Holdings(sum(weights.values()), sum(caches.values()), sum(buffers.values()))
+        lines = [
+            sum(size for key, size in line.items() if key not in released) for line in (weights, caches, buffers)
+        ]
+        return Holdings(*lines)
+
+    # Sleep: see `Sleeper`.
+
+    def parts(self) -> Mapping[str, list[Tensor]]:
+        runtime = tensors_of(self, without=[self.model, self.caches, *self._elsewhere()])
+        return {WEIGHTS: list(tensors_of(self.model)), KV_CACHE: self.caches, RUNTIME: list(runtime)}
 
     def _elsewhere(self) -> list[object]:
-        """Objects whose tensors are on no line of ours."""
-        return [self.model]
+        """Objects whose tensors are of no part."""
+        return []
+
+    def restorable(self) -> list[Tensor]:
+        return [piece.target for placement in self.model.placements for piece in placement.pieces]
+
+    @torch.inference_mode()
+    def unpack(self) -> None:
+        self.model.begin_loading()
+
+    @torch.inference_mode()
+    def repack(self) -> None:
+        self.model.finish_loading()
+
+    def reload(self) -> None:
+        self._fill(self.model)
 
     # A step.
 
@@ -222,12 +249,15 @@ class ModelRunner:
         self.slots = RequestSlots(self.config.max_requests)
 
     @torch.inference_mode()
-    def close(self) -> None:
+    def settle(self) -> None:
         for sender in (self.hidden_out, self.tokens_out):
             if sender:
                 sender.drain()
         if self.feed:
             self.feed.settle_all()
+
+    def close(self) -> None:
+        self.settle()
 
 
 def _output(sequence: int, sampled: Sampled | None, timings: StepTimings) -> StepOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -128,8 +128,8 @@ class Runner(StepRunner, Protocol):
     def graph_bytes(self) -> int:
         """What `capture` will take, estimated by capturing a few. After profile."""
 
-    def holdings(self) -> Holdings:
-        """Bytes under its tensors, counted anew."""
+    def holdings(self, released: Set[int] = frozenset()) -> Holdings:
+        """Bytes under its tensors, counted anew; released: keys of storages that have no memory now."""
 
     def num_blocks(self, kv_bytes: int) -> int:
         """Blocks that this rank can keep in so many bytes. ValueError if none."""

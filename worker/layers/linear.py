@@ -81,7 +81,7 @@ class Linear:
         if packing_works(self.weight.dtype, self.weight.device):
             self.packed = _pack(self.weight)
             self.weight = self.weight.new_empty(0)
-        elif self.weight.device.type == "cuda":
+        elif self.weight.device.type == "cuda" and self.multiply is F.linear:
             from worker.layers.triton_ops import SmallProduct
 
             self.multiply = SmallProduct(self.weight)

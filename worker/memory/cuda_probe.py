@@ -23,6 +23,8 @@ class CudaProbe:
 
     def __init__(self, settings: ProbeSettings) -> None:
         self._device = settings.device
+        self.tensor_pools: set[tuple[int, int]] = set()  # in which tensors stand; all others are graphs'
+        self.released_pools: set[tuple[int, int]] = set()  # which torch still counts, and the device has back
         self._neighbours = _Neighbours.open(settings.device)
         torch.zeros(1, device=self._device)  # makes the context
         torch.cuda.synchronize(self._device)
@@ -34,9 +36,10 @@ class CudaProbe:
         free, total = torch.cuda.mem_get_info(self._device)
         allocated = cached = graphs = 0
         for segment in torch.cuda.memory_snapshot():
-            if segment["device"] != self._device.index:
+            pool = tuple(segment["segment_pool_id"])
+            if segment["device"] != self._device.index or pool in self.released_pools:
                 continue
-            if tuple(segment["segment_pool_id"]) != (0, 0):
+            if pool != (0, 0) and pool not in self.tensor_pools:
                 graphs += segment["total_size"]
             else:
                 allocated += segment["active_size"]
@@ -61,6 +64,11 @@ class CudaProbe:
         highest = torch.cuda.max_memory_allocated(device)
         gc.collect()
         peak.bytes = max(0, highest - torch.cuda.memory_allocated(device))
+
+
+def pools() -> set[tuple[int, int]]:
+    """Ids of the memory pools beside the common one that hold anything."""
+    return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()} - {(0, 0)}
 
 
 class _Neighbours:

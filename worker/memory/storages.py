@@ -30,6 +30,15 @@ def storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
     return dict(storage_of(one) for one in tensors if one.device.type == device.type)
 
 
+def storages_by_key(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
+    """The storages themselves; of tensors that show theirs."""
+    return {
+        key: one.untyped_storage()
+        for one in tensors
+        if one.device.type == device.type and one.layout is torch.strided and (key := storage_of(one)[0])
+    }
+
+
 def tensors_of(root: object, *, without: Iterable[object] = ()) -> Iterator[Tensor]:
     """Every tensor that can be reached from an object of ours through attributes and containers.
 

@@ -1,0 +1,119 @@
+"""Sleep and wake of one rank's memory, part by part.
+
+    part        level 1               level 2                                      on waking
+    weights     copied to the host    dropped, but for what no checkpoint holds    copied back, or read again
+    kv_cache    dropped               dropped                                      zeroed
+    runtime     copied to the host    copied to the host                           copied back
+
+Tensors and all views of them stay what they are. Which operation is allowed when is not judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.memory.probe import MemoryProbe
+from worker.memory.storages import storages_by_key
+from worker.memory.tensor_store import HostCopy, Storage, TensorStore, bytes_in
+
+WEIGHTS, KV_CACHE, RUNTIME = PARTS = ("weights", "kv_cache", "runtime")
+
+
+class Sleeper(Protocol):
+    """The part of a runner that sleeps. All calls come with nothing under way."""
+
+    def settle(self) -> None:
+        """Let what was sent arrive."""
+
+    def unpack(self) -> None:
+        """Bring the weights into the tensors that can be given back."""
+
+    def repack(self) -> None:
+        """The weights are in place again."""
+
+    def reload(self) -> None:
+        """Read the weights from where they came first, and repack."""
+
+    def parts(self) -> Mapping[str, list[Tensor]]:
+        """Every tensor of a part."""
+
+    def restorable(self) -> list[Tensor]:
+        """Those that `reload` fills, wholly."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asleep:
+    level: int
+    storages: Mapping[int, Storage]
+    bytes: int  # that the device has back
+    copies: Mapping[int, HostCopy]
+
+
+class SleepingMemory:
+    """One rank's. `asleep`: by part."""
+
+    def __init__(self, sleeper: Sleeper, store: TensorStore, probe: MemoryProbe, device: torch.device) -> None:
+        self._sleeper, self._store, self._probe, self._device = sleeper, store, probe, device
+        self.asleep: dict[str, _Asleep] = {}
+
+    @torch.inference_mode()
+    def sleep(self, parts: Set[str], level: int) -> int:
+        """Returns the bytes that the device has back. Parts that sleep already are let sleep as they do."""
+        sleeper, before = self._sleeper, self._probe.read().free
+        sleeper.settle()
+        for part in PARTS:
+            if part in parts and part not in self.asleep:
+                self._sleep(part, level)
+        return self._probe.read().free - before
+
+    def _sleep(self, part: str, level: int) -> None:
+        sleeper, before = self._sleeper, self._probe.read().free
+        if part == WEIGHTS:
+            sleeper.unpack()
+        storages = storages_by_key(sleeper.parts()[part], self._device)
+        dropped: Set[int] = set()
+        if part == KV_CACHE:
+            dropped = storages.keys()
+        elif part == WEIGHTS and level == 2:
+            dropped = storages_by_key(sleeper.restorable(), self._device).keys()
+        copies = {key: self._store.copy(storage) for key, storage in storages.items() if key not in dropped}
+        self._store.release(part, storages.values())
+        self.asleep[part] = _Asleep(level, storages, self._probe.read().free - before, copies)
+
+    def needed(self, parts: Set[str]) -> int:
+        """Bytes that waking them takes."""
+        return sum(asleep.bytes for part, asleep in self.asleep.items() if part in parts)
+
+    @torch.inference_mode()
+    def wake(self, parts: Set[str]) -> int:
+        """Returns the bytes taken from the device."""
+        before = self._probe.read().free
+        for part in PARTS:
+            if part in parts and part in self.asleep:
+                self._wake(part, self.asleep.pop(part))
+        return before - self._probe.read().free
+
+    def _wake(self, part: str, asleep: _Asleep) -> None:
+        self._store.restore(part)
+        for key, storage in asleep.storages.items():
+            copy = asleep.copies.get(key)
+            if copy is not None:
+                copy.put_back(storage)
+            else:
+                bytes_in(storage).zero_()
+        if part == WEIGHTS and asleep.level == 2:
+            self._sleeper.reload()
+        elif part == WEIGHTS:
+            self._sleeper.repack()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # host copies are read until then
+
+    @property
+    def released(self) -> Set[int]:
+        """Keys of the storages that have no memory now."""
+        return {key for asleep in self.asleep.values() for key in asleep.storages}
