@@ -41,7 +41,8 @@ class MemoryConfig:
 
     kv_bytes: of the KV cache, given outright. most: of the KV cache where nothing was asked, on cpu. device_bytes: of
     the device that a cpu plays; None for a rank's part of what the host has free. probe: "module:Class" in place of
-    the device's own. graphs: whether graphs count in the budget. cache: a folder for figures of earlier starts.
+    the device's own. graphs: whether graphs count in the budget. sleep: whether
+    memory can be given back, as on cpu it always can. cache: a folder for figures of earlier starts.
     """
 
     utilization: float
@@ -50,6 +51,7 @@ class MemoryConfig:
     device_bytes: int | None
     probe: str | None
     graphs: bool
+    sleep: bool
     cache: Path
 
 
@@ -245,6 +247,7 @@ def _memory(options: argparse.Namespace, device: str, environment: Mapping[str, 
         device_bytes=options.cpu_memory_bytes,
         probe=probe,
         graphs=not options.ignore_graph_memory,
+        sleep=options.enable_sleep_mode or device == "cpu",
         cache=_cache_folder(environment),
     )
 

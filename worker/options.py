@@ -42,7 +42,10 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one; fake: made-up tokens")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of config.json, if the device computes it")
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no checkpoint needed")
+    add(
+        "--load-format", type=load_format, default="auto", metavar="FORMAT",
+        help=f"{', '.join(LOAD_FORMATS)}, or module:Class of a loader; dummy: random weights, no checkpoint needed",
+    )  # fmt: skip
     add("--seed", type=int, default=0, help="of dummy weights")
     add("--block-size", type=int, default=16, metavar="POSITIONS", help="of a block of KV cache (%(default)s)")
     add(
@@ -56,6 +59,7 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
         help="of the device that a cpu plays; default: a rank's part of the host's free memory, with 1 GiB of KV cache "
         "at most",
     )  # fmt: skip
+    add("--enable-sleep-mode", action="store_true", help="let memory be given back by sleep (on cpu it always can)")
     add("--memory-probe", metavar="MODULE:CLASS", help="in place of the device's own view of its memory")
     add("--max-num-seqs", type=int, default=256, metavar="ROWS", help="rows of a step (%(default)s)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="tokens of a step (%(default)s)")
@@ -87,6 +91,13 @@ def byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1073741824, 512MiB or 2GiB")
     power = _POWERS[(match[2] or "")[:1].lower()]
     return int(float(match[1]) * 1024**power)
+
+
+def load_format(text: str) -> str:
+    """One of LOAD_FORMATS, or `module:Class`, which ranks import."""
+    if text not in LOAD_FORMATS and not re.fullmatch(r"\w+(\.\w+)*:\w+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(LOAD_FORMATS)}, nor module:Class")
+    return text
 
 
 def integers(text: str) -> tuple[int, ...]:

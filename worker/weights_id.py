@@ -14,12 +14,15 @@ SAMPLE_BYTES = 1024
 
 
 def weights_id(folder: Path, load_format: str, seed: int) -> str:
-    """`dummy:` and the seed; else `blake2b:` and 32 hex digits over name, size and header of every *.safetensors of the
-    folder, and over SAMPLE_BYTES from the middle of each of its tensors. Raises OSError or ValueError if the files are
-    not what `Checkpoint` would take.
+    """`dummy:` and the seed; of a loader that is plugged in its name and a digest of the folder's and the seed; else
+    `blake2b:` and 32 hex digits over name, size and header of every *.safetensors of the folder, and over SAMPLE_BYTES
+    from the middle of each of its tensors. Raises OSError or ValueError if the files are not what `Checkpoint` would
+    take.
     """
     if load_format == "dummy":
         return f"dummy:{seed}"
+    if ":" in load_format:
+        return f"{load_format[-200:]}#{blake2b(f'{folder.resolve()} {seed}'.encode(), digest_size=16).hexdigest()}"
     digest = blake2b(digest_size=16)
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size

@@ -229,8 +229,19 @@ def test_no_weights(tmp_path: Path) -> None:
 
 
 def test_unknown_load_format(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'pt' is not one of auto, safetensors, dummy"):
+    with pytest.raises(ValueError, match="'pt' is not module:Class or one of auto, safetensors, dummy"):
         open_weights(tmp_path, "pt")
+    with pytest.raises(ValueError, match="'json:Loader' cannot be had"):
+        open_weights(tmp_path, "json:Loader")
+
+
+def test_a_loader_plugs_in(tmp_path: Path) -> None:
+    mine = open_weights(tmp_path, "tests.gang.loaders:Constant", 3)
+    loaded = model()
+    load_weights(loaded, mine)
+    targets = [piece.target for placement in loaded.placements for piece in placement.pieces]
+    assert targets
+    assert all((target == 3).all() for target in targets)
 
 
 def test_packed_weights_multiply_as_plain_ones() -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO
 
@@ -25,6 +25,7 @@ from worker.coordinator import admin, causes
 from worker.coordinator.gang import Gang, tick_interval
 from worker.coordinator.recorder import Recorder
 from worker.coordinator.relay import Relay
+from worker.coordinator.saver_environment import saver_environment
 from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.spawn import RankProcess, spawn
 from worker.coordinator.telemetry import Telemetry
@@ -62,6 +63,8 @@ class Launch:
 
 def run(config: GangConfig, launch: Launch) -> ExitCode:
     """Until the gang has ended; the first cause has then been said on stderr. Raises Failure or ValueError earlier."""
+    if config.device == "cuda" and config.memory.sleep and launch.agent is None:
+        launch = replace(launch, environment={**launch.environment, **saver_environment(launch.environment)})
     files = RunFiles(config.name, launch.environment, launch.name, launch.epoch)
     check_faults(launch.environment.get("RANKD_FAULT", ""), [config.topology(r) for r in range(config.world_size)])
     # From the claim on, being asked to stop must not leave files behind: it waits for the loop, which ends in order.

@@ -51,7 +51,8 @@ def bring_up(seat: Seat) -> StepLoop:
 
     seat.enter("load")
     weights = open_weights(config.model, config.load_format, config.seed)
-    memory = MemoryPlan(config, place, books, partial(groups.tensor_parallel.any, device=device), _note(seat))
+    any_rank = partial(groups.tensor_parallel.any, device=device)
+    memory = MemoryPlan(config, place, books, any_rank, _note(seat), weights.held_outside)
     runner = make_runner(config.model_config, topology, _runner_config(config, device, dtype), groups)
     began = time.perf_counter()
     loaded: list[object] = []

@@ -2,7 +2,10 @@
 
 from worker.weights.checkpoint import Checkpoint, WeightsError
 from worker.weights.dummy import DummyWeights
-from worker.weights.loader import load_weights, open_weights
+from worker.weights.loader import load_weights
 from worker.weights.placement import Piece, Placement
+from worker.weights.source import Weights, open_weights
 
-__all__ = ["Checkpoint", "DummyWeights", "Piece", "Placement", "WeightsError", "load_weights", "open_weights"]
+__all__ = [
+    "Checkpoint", "DummyWeights", "Piece", "Placement", "Weights", "WeightsError", "load_weights", "open_weights",
+]  # fmt: skip

@@ -39,22 +39,40 @@ class Entry:
 class Checkpoint:
     """All tensors of a model folder. Opening reads and checks the headers; raises WeightsError."""
 
+    held_outside = 0
+
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        files, listed = _find(Path(folder))
+        self._read_headers(Path(folder), files)
+        for name, file in listed.items():
+            if name not in self.entries or self.entries[name].file != file:
+                raise WeightsError(f"{file}: tensor {name} is not in it, though {INDEX} says so; download both again")
+
+    @classmethod
+    def of_files(cls, files: list[Path]) -> Checkpoint:
+        """Some of a model's tensors: those in these files, all in one folder. At least one file."""
+        part = cls.__new__(cls)
+        part._read_headers(files[0].parent, files)
+        return part
+
+    def _read_headers(self, folder: Path, files: list[Path]) -> None:
+        self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._open: dict[Path, Any] = {}
-        files, listed = _find(self.folder)
         for file in files:
             for name, entry in read_header(file).items():
                 if name in self.entries:
                     raise WeightsError(f"{file}: tensor {name} is also in {self.entries[name].file.name}")
                 self.entries[name] = entry
-        for name, file in listed.items():
-            if name not in self.entries or self.entries[name].file != file:
-                raise WeightsError(f"{file}: tensor {name} is not in it, though {INDEX} says so; download both again")
 
     def check(self, expected: dict[str, tuple[int, ...]], harmless: re.Pattern[str]) -> None:
         """Raises WeightsError unless exactly the expected tensors are here, each of its shape and of a known dtype."""
+        self.check_part(expected, harmless)
+        if missing := [name for name in expected if name not in self.entries]:
+            raise WeightsError(f"{self.folder}: tensor {missing[0]} is missing{_more(len(missing) - 1)}")
+
+    def check_part(self, expected: dict[str, tuple[int, ...]], harmless: re.Pattern[str]) -> list[str]:
+        """As `check`, but not all need be here. Returns the names of those that are."""
         for name, entry in self.entries.items():
             if name not in expected:
                 if harmless.fullmatch(name):
@@ -68,8 +86,7 @@ class Checkpoint:
                 )
             if entry.dtype not in ITEM_BYTES:
                 raise WeightsError(f"{where} has dtype {entry.dtype}; read are {', '.join(ITEM_BYTES)}")
-        if missing := [name for name in expected if name not in self.entries]:
-            raise WeightsError(f"{self.folder}: tensor {missing[0]} is missing{_more(len(missing) - 1)}")
+        return [name for name in self.entries if name in expected]
 
     def read(self, name: str, piece: Piece) -> Tensor:
         """The piece's rows or columns, in the dtype on disk."""

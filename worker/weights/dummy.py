@@ -19,6 +19,8 @@ ROW_STEP = 7
 class DummyWeights:
     """Norm weights are 1; all else is normal with deviation 0.02, determined by seed, name and place in the tensor."""
 
+    held_outside = 0
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.shapes: dict[str, tuple[int, ...]] = {}
