@@ -11,6 +11,7 @@ from worker.coordinator.gang import Gang
 from worker.coordinator.lease import Lease
 from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
+from worker.rank.status_file import RankStatus
 from worker.step_records import PARTS, Recent, Records, doing, read_records, recent
 from workerproto.codec import VERSION
 
@@ -126,9 +127,17 @@ def _rank(gang: Gang, one: Rank, seen: Recent, trace: Records) -> dict[str, Any]
         "heartbeat_age_s": round(one.silent_s, 3),
         "loaded": round(status.done / status.total, 3) if status and status.total else None,
         "kernels": one.loaded.kernels if one.loaded else None,
+        "load_gb_s": _load_rate(status) if status else None,
         "kv_bytes": one.warm.kv_bytes if one.warm else None,
         "num_blocks": gang.kv.num_blocks if gang.kv else None,
         "threads": one.present.threads if one.present else None,
         "memory": one.memory.lines if one.memory else {},
         "memory_labels": one.memory.labels if one.memory else {},
     }
+
+
+def _load_rate(status: RankStatus) -> float | None:
+    """10^9 bytes a second since the phase began; None in other phases."""
+    if status.phase != "load" or not status.phase_s:
+        return None
+    return round(status.done / status.phase_s / 1e9, 3)

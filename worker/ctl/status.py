@@ -106,7 +106,7 @@ def _cells(rank: dict[str, Any]) -> list[str]:
 
     phase = text(rank["phase"])
     if rank["phase"] == "load" and rank["loaded"] is not None:
-        phase += f" {rank['loaded']:.0%}"
+        phase += f" {rank['loaded']:.0%}, {rank['load_gb_s'] or 0:.2f} GB/s"
     if rank["phase"] == "step" and rank["doing"]:
         phase += f": {rank['doing']}"
     shares = rank["time_shares"]

@@ -113,6 +113,10 @@ class SleepingMemory:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # host copies are read until then
 
+    def level_of(self, part: str) -> int:
+        """0 if it is awake."""
+        return self.asleep[part].level if part in self.asleep else 0
+
     @property
     def released(self) -> Set[int]:
         """Keys of the storages that have no memory now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 
@@ -56,14 +56,29 @@ class MemoryPlan:
         config = self._config
         return runner.block_bytes * (config.max_rows * -(-config.max_model_len // config.block_size) + 1)
 
+    @property
+    def headroom(self) -> int:
+        """Bytes that the largest step takes at its height."""
+        return self._budget.profile.headroom
+
+    def free(self) -> int:
+        """Bytes of the device, now."""
+        return self._books.probe.read().free
+
     def reconciled(self, runner: Runner) -> Memory:
         """The ledger once everything is there, and what graphs really took kept for the next start."""
-        found, lines = self._budget, self._books.ledger(runner.holdings())
-        profile = found.profile
+        told, expected = self.ledger(runner), self._budget.profile.graphs
+        took = told.lines["graphs"]
         if self._config.memory.kv_bytes is None:
-            self._last_good.write(Figure(found.kv, max(0, lines["graphs"])))
-        if lines["graphs"] > profile.graphs and self._config.memory.graphs:
-            self._note(f"graphs took {lines['graphs']} bytes, {profile.graphs} were expected")
+            self._last_good.write(Figure(self._budget.kv, max(0, took)))
+        if took > expected and self._config.memory.graphs:
+            self._note(f"graphs took {took} bytes, {expected} were expected")
+        return told
+
+    def ledger(self, runner: Runner, released: Set[int] = frozenset()) -> Memory:
+        """released: see `Runner.holdings`."""
+        found, lines = self._budget, self._books.ledger(runner.holdings(released))
+        profile = found.profile
         labels = {
             "requested": found.requested,
             "headroom": profile.headroom,
