@@ -21,7 +21,7 @@ from worker.layers.linear import packing_works
 from worker.memory.probe import ProbeSettings
 from worker.memory.simulated_device import SimulatedDevice
 from worker.memory.sleep import KV_CACHE, PARTS, RUNTIME, WEIGHTS, SleepingMemory
-from worker.memory.tensor_store import open_store
+from worker.memory.tensor_store import CpuStore, open_store
 from worker.parallel.groups import make_groups
 from worker.topology import Topology
 from worker.weights import DummyWeights, load_weights
@@ -52,7 +52,7 @@ def make(dtype: torch.dtype, hidden: int = 48) -> tuple[ModelRunner, SleepingMem
     runner.allocate(LIMITS.num_blocks)
     probe = SimulatedDevice(ProbeSettings(CPU, 0, 1 << 30))
     store = open_store(CPU, probe)
-    assert store is not None
+    assert isinstance(store, CpuStore)
     return runner, SleepingMemory(runner, store, probe, CPU), probe
 
 

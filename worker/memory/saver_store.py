@@ -1,8 +1,8 @@
 """`TensorStore` on CUDA, by torch-memory-saver: pages are unmapped and mapped again under the same addresses.
 
 The library hooks cudaMalloc, so its shared object must have been in LD_PRELOAD when the process started: whoever spawns
-ranks sees to that (`worker.rank.preload`). Host copies are ours and not the library's, since which storages keep theirs
-is known only when they go to sleep.
+ranks sees to that (`worker.coordinator.saver_environment`). Host copies are ours and not the library's, since which
+storages keep theirs is known only when they go to sleep.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class SaverStore:
         self._pools: dict[str, set[tuple[int, int]]] = {}
 
     @classmethod
-    def open(cls, probe: MemoryProbe) -> SaverStore | None:
-        """None without the library, or where it was not preloaded."""
+    def open(cls, probe: MemoryProbe) -> SaverStore:
+        """Raises ValueError without the library, or where it was not preloaded."""
         try:
             from torch_memory_saver import torch_memory_saver
-        except ImportError:
-            return None
-        try:
+
             with torch_memory_saver.region(tag="trial"):
                 pass
-        except Exception:  # it has no exception of its own: a missing preload shows as whatever its loader raises
-            return None
+        except (ImportError, AssertionError, OSError, RuntimeError) as error:  # it has no exception of its own
+            raise ValueError(
+                f"--enable-sleep-mode: torch-memory-saver cannot be used ({error}); under torchrun its hook has to be "
+                "in LD_PRELOAD already"
+            ) from None
         return cls(torch_memory_saver, probe)
 
     @contextmanager

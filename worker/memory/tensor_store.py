@@ -86,8 +86,15 @@ def bytes_in(storage: Storage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def open_store(device: torch.device, probe: MemoryProbe) -> TensorStore | None:
-    """None where memory cannot be given back: on CUDA without torch-memory-saver, which has to be preloaded."""
+class NoStore:
+    """Where memory cannot be given back."""
+
+    def region(self, part: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def open_store(device: torch.device, probe: MemoryProbe) -> TensorStore | NoStore:
+    """Raises ValueError on CUDA without torch-memory-saver, which has to be preloaded."""
     if device.type == "cuda":
         from worker.memory.saver_store import SaverStore
 

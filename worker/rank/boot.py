@@ -20,6 +20,8 @@ from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import KvConfig, KvOffer, Loaded, Note, Phase, Warm
 from worker.memory.ledger import Books
 from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
+from worker.memory.sleep import KV_CACHE, RUNTIME, WEIGHTS
+from worker.memory.tensor_store import NoStore, open_store
 from worker.parallel.groups import Groups, make_groups
 from worker.rank.answers import Answers
 from worker.rank.memory_plan import MemoryPlan
@@ -53,10 +55,13 @@ def bring_up(seat: Seat) -> StepLoop:
     weights = open_weights(config.model, config.load_format, config.seed)
     any_rank = partial(groups.tensor_parallel.any, device=device)
     memory = MemoryPlan(config, place, books, any_rank, _note(seat), weights.held_outside)
-    runner = make_runner(config.model_config, topology, _runner_config(config, device, dtype), groups)
+    store = open_store(device, books.probe) if config.memory.sleep else NoStore()
+    with store.region(RUNTIME):
+        runner = make_runner(config.model_config, topology, _runner_config(config, device, dtype), groups)
     began = time.perf_counter()
     loaded: list[object] = []
-    runner.load(lambda model: loaded.append(load_weights(model, weights, seat.status.progress)))
+    with store.region(WEIGHTS):
+        runner.load(lambda model: loaded.append(load_weights(model, weights, seat.status.progress)))
     seat.control.report(Loaded(int(str(loaded[0])), time.perf_counter() - began, runner.kernels))
 
     seat.enter("profile")
@@ -70,7 +75,8 @@ def bring_up(seat: Seat) -> StepLoop:
             ExitCode.DISAGREEMENT,
             f"{agreed.num_blocks} blocks are asked for, {runner.num_blocks(available)} were offered",
         )
-    runner.allocate(agreed.num_blocks)
+    with store.region(KV_CACHE):
+        runner.allocate(agreed.num_blocks)
     seat.enter("warmup")
     began = time.perf_counter()
     with books.phase("context"):  # kernels are loaded when they are first run
