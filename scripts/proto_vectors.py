@@ -177,13 +177,14 @@ def valid_frames() -> list[Frame]:
             "refused",
             to_gang(Kind.REFUSED, 5),
             Refused(
-                RefusalCode.BLOCK_OWNED, 5, 9, "new.blocks", "3", "", "request 9 is granted block 3, which has an owner"
+                RefusalCode.BLOCK_OWNED, 5, 9, "new.blocks", "3", "a block without owner",
+                "request 9 is granted block 3, which has an owner",
             ),
         ),
         Frame("refused, a bound", to_gang(Kind.REFUSED, 5),
               Refused(RefusalCode.BAD_POSITION, 5, 9, "positions", "17", "16", "request 9 is elsewhere")),
         Frame("refused behind it", to_gang(Kind.REFUSED, 6),
-              Refused(RefusalCode.AFTER_REFUSAL, 5, None, "header.flags", "0")),
+              Refused(RefusalCode.AFTER_REFUSAL, 5, None, "header.flags", "0", "2")),
         Frame("done", to_gang(Kind.DONE, 6), Done("drain", [{}, {}])),
     ]  # fmt: skip
 

@@ -67,7 +67,8 @@ class BlockOwners:
                 f"request {request} is granted block {block}, which has an owner",
                 field,
                 block,
-                request=request,
+                "a block without owner",
+                request,
             )
         self._transaction.assign(self._owners, blocks, 1)
         self._count(len(blocks))
@@ -120,7 +121,8 @@ class BlockOwners:
                 f"request {request} is given block {block} a second time",
                 field,
                 block,
-                request=request,
+                "once",
+                request,
             )
 
 

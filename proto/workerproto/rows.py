@@ -70,11 +70,11 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
         slots = np.fromiter(map(slot_of.__getitem__, ids), np.int32, num_rows)
     except KeyError:
         unknown = np.array([request not in slot_of for request in ids])
-        _refuse_first(unknown, RefusalCode.UNKNOWN_REQUEST, rows, "ids", rows.ids, "", "is not running")
+        _refuse_first(unknown, RefusalCode.UNKNOWN_REQUEST, rows, "ids", rows.ids, "one that runs", "is not running")
     if len(set(ids)) != num_rows:
         twice = np.ones(num_rows, bool)
         twice[np.unique(rows.ids, return_index=True)[1]] = False
-        _refuse_first(twice, RefusalCode.DUPLICATE_REQUEST, rows, "ids", rows.ids, "", "has two rows")
+        _refuse_first(twice, RefusalCode.DUPLICATE_REQUEST, rows, "ids", rows.ids, "one row", "has two rows")
     _refuse_first(rows.counts < 1, RefusalCode.BAD_COUNT, rows, "counts", rows.counts, 1, "computes too few tokens")
     tokens = int(rows.counts.sum(dtype=np.int64))
     if tokens > limits.tokens:
@@ -207,7 +207,7 @@ def _refuse_first(
     bound = int(bounds[row]) if isinstance(bounds, np.ndarray) else bounds
     raise Refusal(
         code,
-        f"request {request} {what}: {field} gives {value}" + (f", the bound is {bound}" if bound != "" else ""),
+        f"request {request} {what}: {field} gives {value}, the bound is {bound}",
         field,
         value,
         bound,

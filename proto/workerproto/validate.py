@@ -19,6 +19,7 @@ import numpy as np
 
 from workerproto.blocks import BlockOwners
 from workerproto.codec import Int32Array, WireError, decode_body, unpack
+from workerproto.diagnosis import malformed
 from workerproto.messages import HeaderFlag, Kind, New, Packed, RefusalCode, Resume, RowFlag, Sampling, Step
 from workerproto.rows import judge_rows, read_rows, row_members, written_blocks
 from workerproto.steps import AcceptedStep, Refusal, RequestTable, StartedRequest, StepLimits
@@ -99,17 +100,19 @@ class StepValidator:
 
     def _judge_flags(self, flags: int) -> None:
         if flags & _SAMPLE_FOLLOWS:
-            raise Refusal(RefusalCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "header.flags", flags)
+            message = "SAMPLE_FOLLOWS is not implemented"
+            raise Refusal(RefusalCode.NOT_IMPLEMENTED, message, "header.flags", flags, _RESYNC)
         if self._refused_by and not flags & _RESYNC:
             raise Refusal(
                 RefusalCode.AFTER_REFUSAL,
                 f"step {self._refused_by} was refused: only a step with RESYNC goes on",
                 "header.flags",
                 flags,
+                _RESYNC,
             )
         if flags & _RESYNC and not self._refused_by:
             raise Refusal(
-                RefusalCode.UNEXPECTED_RESYNC, "RESYNC, but no step was refused before", "header.flags", flags
+                RefusalCode.UNEXPECTED_RESYNC, "RESYNC, but no step was refused before", "header.flags", flags, 0
             )
 
     def _carry_out(self, sequence: int, step: Step) -> AcceptedStep:
@@ -179,7 +182,8 @@ class StepValidator:
         slot = self._slot_of.get(request)
         if slot is None:
             raise Refusal(
-                RefusalCode.UNKNOWN_REQUEST, f"request {request} is not running", field, request, request=request
+                RefusalCode.UNKNOWN_REQUEST, f"request {request} is not running", field, request, "one that runs",
+                request,
             )
         self._blocks.release(self.table.blocks[slot, : self.table.num_blocks[slot]].copy())
         self._transaction.pop(self._slot_of, request)
@@ -193,7 +197,8 @@ class StepValidator:
                 f"request {new.id} lives, its id is taken until the next step",
                 "new.id",
                 new.id,
-                request=new.id,
+                "an id that is free",
+                new.id,
             )
         asked, most = new.sampling.logprobs, self.limits.logprobs
         if asked > most:
@@ -212,7 +217,8 @@ class StepValidator:
         preempted = self._preempted.get(resume.id)
         if preempted is None:
             code = RefusalCode.NOT_PREEMPTED if resume.id in self._slot_of else RefusalCode.UNKNOWN_REQUEST
-            raise Refusal(code, f"request {resume.id} is not preempted", "resumed.id", resume.id, request=resume.id)
+            message = f"request {resume.id} is not preempted"
+            raise Refusal(code, message, "resumed.id", resume.id, "one that is preempted", resume.id)
         known, named = preempted.known_end, len(resume.tokens) // 4
         if named != known:
             raise Refusal(
@@ -313,7 +319,7 @@ def _decode(body: bytes | memoryview) -> Step:
     try:
         return cast(Step, decode_body(Kind.STEP, body))
     except WireError as error:
-        raise Refusal(RefusalCode.MALFORMED, str(error), error.field) from None
+        raise malformed(body, error) from None
 
 
 def _array(packed: Packed, field: str, request: int | None = None) -> Int32Array:

@@ -34,6 +34,7 @@ LARGE = bytes(60 * 2**20)
 MOST_MIB = 700  # of any process of the gang; without torch it has some 60 when nothing hostile happens
 
 
+OPTIONS = ["--device", "fake", "--kv-cache-memory-bytes", "4KiB"]  # 64 blocks
 REAL, FAKE = "coordinator and ranks", "fake gang"
 ONLY_REAL = pytest.mark.parametrize("place", [REAL], indirect=True)
 
@@ -56,7 +57,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return
     with (
         tempfile.TemporaryDirectory(prefix="rankd-") as run_dir,
-        gang(Path(run_dir), tmp_path_factory.mktemp("gang"), "--device", "fake", pp=2) as running,
+        gang(Path(run_dir), tmp_path_factory.mktemp("gang"), *OPTIONS, pp=2) as running,
     ):
         running.wait_ready()
         yield Place(endpoint_of(running.name, running.environment), running, [])
@@ -94,7 +95,8 @@ def told(header: Any, message: Any) -> dict[str, Any]:
         return {"kind": "ERROR", "code": message.code, "seq": message.seq, "expected_seq": message.expected_seq}
     assert isinstance(message, Refused), message
     return {
-        "kind": "REFUSED", "code": message.code, "seq": header.seq, "request": message.request, "field": message.field
+        "kind": "REFUSED", "code": message.code, "seq": header.seq, "request": message.request, "field": message.field,
+        "value": message.value, "bound": message.bound,
     }
 
 

@@ -17,6 +17,7 @@ from workerproto.codec import Header, WireError, decode_body, decode_header, enc
 from workerproto.messages import BODIES, ErrorCode, Kind, RefusalCode
 from workerproto.steps import Refusal, StepLimits
 from workerproto.testing.fake_gang import FakeGang
+from workerproto.testing.random_walk import OF_NO_REQUEST
 from workerproto.validate import StepValidator
 
 VECTORS = Path(__file__).resolve().parents[2] / "proto" / "vectors"
@@ -137,7 +138,14 @@ def test_a_step_is_judged(story: Json) -> None:
 
 def test_every_refusal_ends_a_story() -> None:
     last = [story["steps"][-1]["verdict"] for story in STEPS["stories"]]
-    assert {verdict["code"] for verdict in last if verdict != "accepted"} == set(RefusalCode)
+    refused = [verdict for verdict in last if verdict != "accepted"]
+    assert {verdict["code"] for verdict in refused} == set(RefusalCode)
+    for verdict in refused:
+        assert verdict["field"], verdict
+        assert verdict["value"], verdict
+        assert verdict["bound"], verdict
+        none = verdict["code"] in OF_NO_REQUEST or verdict["value"].startswith("-")  # a negative id is nobody's
+        assert verdict["request"] is not None or none, verdict
 
 
 def test_every_error_is_somewhere() -> None:

@@ -153,8 +153,8 @@ class Scene:
         refused = self.link.expect_refused(code, seq)
         require(refused.request == request, f"{code} names request {refused.request}, not {request}")
         require(not field or refused.field == field, f"{code} names field {refused.field!r}, not {field!r}")
-        named = refused.field and (refused.value or code is RefusalCode.MALFORMED)
-        require(named, f"{code} names field {refused.field!r} and value {refused.value!r}: one of them is empty")
+        named = refused.field, refused.value, refused.bound
+        require(all(named), f"{code} names field, value and bound {named}: one of them is empty")
         self.goes_on(seq)
 
     def goes_on(self, cause: int) -> None:

@@ -258,9 +258,10 @@ for _name, _bad in (
     ("min-p-2", {"min_p": 2.0}), ("seed-negative", {"seed": -1}), ("seed-2^53", {"seed": 2**53}),
     ("logprobs-below-1", {"logprobs": -2}),
 ):  # fmt: skip
-    _refused(f"sampling-{_name}", _C.MALFORMED, partial(_sampling, **_bad))
+    (_field,) = _bad
+    _refused(f"sampling-{_name}", _C.MALFORMED, partial(_sampling, **_bad), 9, f"new.sampling.{_field}")
 for _name, _id in (("id-negative", -1), ("id-2^31", INT32_MAX + 1)):
-    _refused(_name, _C.MALFORMED, partial(_named, name=_id))
+    _refused(_name, _C.MALFORMED, partial(_named, name=_id), None, "new.id")
 for _name, _body in (
     ("body-empty", b""), ("body-not-msgpack", b"\xc1"), ("body-nil", b"\xc0"), ("body-map", b"\x80"),
     ("body-truncated", encode_body(Step())[:-1]), ("body-trailing", encode_body(Step()) + b"\xc0"),

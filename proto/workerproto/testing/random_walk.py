@@ -44,6 +44,12 @@ def random_walk(
         walk.accept(plain)
     return walk.seen
 
+OF_NO_REQUEST = {
+    RefusalCode.MALFORMED, RefusalCode.AFTER_REFUSAL, RefusalCode.UNEXPECTED_RESYNC, RefusalCode.NOT_IMPLEMENTED,
+    RefusalCode.TOO_MANY_TOKENS, RefusalCode.TOO_MANY_ROWS, RefusalCode.TOO_MANY_REQUESTS,
+}  # fmt: skip
+"""Codes of which a refusal may name no request: the fault is in the step as a whole, or whose it is cannot be read."""
+
 
 class _Walk:
     def __init__(self, rng: random.Random, limits: StepLimits) -> None:
@@ -100,6 +106,9 @@ class _Walk:
         assert snapshot(self._validator) == before, f"step {seq}, refused {code}, left something behind"
         self._cause = self._cause if code is RefusalCode.AFTER_REFUSAL else seq
         assert refused.cause == self._cause
+        named = refused.field, refused.value, refused.bound
+        assert all(named), f"step {seq} is refused {code} with field, value, bound {named}"
+        assert (refused.request is None) <= (code in OF_NO_REQUEST), f"step {seq}, refused {code}, names no request"
 
     def _compare(self) -> None:
         held = {name: known for name, known in self.rules.requests.items() if known.running}
