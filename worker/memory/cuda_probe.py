@@ -12,7 +12,7 @@ import torch
 
 from worker.memory.probe import Peak, ProbeSettings, Reading
 
-PROFILE_SPLIT_MIB = 20
+PROFILE_SPLIT_MIB = 21  # the least that every torch takes
 """Larger free blocks are not split while the largest step is rehearsed: a small tensor in what was a workspace of
 gigabytes would keep all of it from being given back, and it would be counted as taken."""
 
@@ -96,9 +96,11 @@ class _Neighbours:
 
     def read(self) -> tuple[int, tuple[str, ...]]:
         """Bytes, and who."""
-        now = self._processes()
-        own = os.getpid() if os.getpid() in now else next(iter(now.keys() - self._before.keys()), None)
-        if own is None:  # NVML does not show us: what was taken before we came is all that can be known
+        now, own = self._processes(), os.getpid()
+        if own not in now:  # another process namespace than the driver's: we are the one that has come
+            come = now.keys() - self._before.keys()
+            own = come.pop() if len(come) == 1 else -1
+        if not now.get(own):  # NVML does not show us: what was taken before we came is all that can be known
             return self._used_before, ()
         others = {pid: used for pid, used in now.items() if pid != own}
         return sum(others.values()), tuple(f"process {pid}: {used} bytes" for pid, used in others.items())
