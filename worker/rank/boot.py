@@ -16,7 +16,6 @@ from worker.config import GangConfig
 from worker.execution.handles import make_handles
 from worker.execution.make_runner import make_runner
 from worker.execution.runner import MOST_GRAPH_ROWS, RunnerConfig
-from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import KvConfig, KvOffer, Loaded, Note, Phase, Warm
 from worker.memory.ledger import Books
 from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
@@ -70,11 +69,7 @@ def bring_up(seat: Seat) -> StepLoop:
     agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
 
     seat.enter("kv")
-    if agreed.num_blocks > runner.num_blocks(available):
-        raise Failure(
-            ExitCode.DISAGREEMENT,
-            f"{agreed.num_blocks} blocks are asked for, {runner.num_blocks(available)} were offered",
-        )
+    memory.check_blocks(agreed.num_blocks, runner.num_blocks(available))
     with store.region(KV_CACHE):
         runner.allocate(agreed.num_blocks)
     seat.enter("warmup")

@@ -9,6 +9,7 @@ import torch
 
 from worker.config import GangConfig
 from worker.execution.runner import Runner
+from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import Memory
 from worker.memory import budget
 from worker.memory.last_good import Figure, LastGood
@@ -55,6 +56,12 @@ class MemoryPlan:
         """With so much every row of a step can be as long as may be."""
         config = self._config
         return runner.block_bytes * (config.max_rows * -(-config.max_model_len // config.block_size) + 1)
+
+    @staticmethod
+    def check_blocks(asked: int, offered: int) -> None:
+        """Raises Failure: a rank never allocates more than it has offered, whoever asks."""
+        if not 1 <= asked <= offered:
+            raise Failure(ExitCode.DISAGREEMENT, f"{asked} blocks are asked for, {offered} were offered")
 
     @property
     def headroom(self) -> int:

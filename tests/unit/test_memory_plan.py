@@ -1,0 +1,90 @@
+"""One rank's memory from the baseline to the ledger, with sizes as a user gives them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.gang.gangs import tiny_model
+from tests.unit.test_memory_budget import MIB, Device, Notes, alone
+from tests.unit.test_memory_budget import Runner as Rehearsing
+from worker.config import GangConfig, resolve
+from worker.exit_codes import ExitCode, Failure
+from worker.memory.ledger import Books, Holdings
+from worker.options import add_gang_options
+from worker.rank.memory_plan import MemoryPlan
+from worker.rank.place import Place
+
+PLACE = Place(0, 1, 0, 1, "127.0.0.1", 1, 1, "test", 1, 1, True)
+
+
+@dataclass
+class Runner(Rehearsing):
+    block_bytes: int = MIB
+
+    def holdings(self, released: frozenset[int] = frozenset()) -> Holdings:
+        return Holdings(self.device.allocated, 0, 0)
+
+
+def config(folder: Path, *options: str) -> GangConfig:
+    parser = argparse.ArgumentParser()
+    add_gang_options(parser)
+    model = str(tiny_model(folder / "model"))
+    arguments = ["--model", model, "--device", "cpu", "--max-model-len", "64", "--max-num-seqs", "4", *options]
+    return resolve(parser.parse_args(arguments), {"RANKD_CACHE_DIR": str(folder / "cache")})
+
+
+def planned(folder: Path, *options: str) -> tuple[MemoryPlan, Runner, Notes]:
+    device, notes = Device(outside=50 * MIB), Notes()
+    plan = MemoryPlan(config(folder, *options), PLACE, Books(device), alone, notes)
+    device.allocated = 300 * MIB
+    return plan, Runner(device, graphs=11 * MIB), notes
+
+
+def test_a_share_and_explicit_bytes_both_rehearse_the_largest_step(tmp_path: Path) -> None:
+    plan, runner, _ = planned(tmp_path, "--gpu-memory-utilization", "0.8")
+    assert plan.profile(runner) == (800 - 300 - 7 - 11) * MIB
+    assert runner.rehearsals == 1
+    plan, runner, _ = planned(tmp_path, "--kv-cache-memory-bytes", "10MiB")
+    assert plan.profile(runner) == 10 * MIB
+    assert (runner.rehearsals, runner.captures) == (1, 0)
+    labels = plan.reconciled(runner).labels
+    assert (labels["headroom"], labels["requested"]) == (7 * MIB, (10 + 300 + 7) * MIB)
+
+
+def test_explicit_bytes_need_no_share_to_be_free_but_must_be_there(tmp_path: Path) -> None:
+    plan, runner, _ = planned(tmp_path, "--kv-cache-memory-bytes", "643MiB")
+    assert plan.profile(runner) == 643 * MIB
+    plan, runner, _ = planned(tmp_path, "--kv-cache-memory-bytes", "644MiB")
+    with pytest.raises(ValueError, match=f"--kv-cache-memory-bytes is {644 * MIB}, {643 * MIB} can be had"):
+        plan.profile(runner)
+
+
+def test_on_a_cpu_of_no_given_size_no_more_is_taken_than_is_useful(tmp_path: Path) -> None:
+    plan, runner, _ = planned(tmp_path)
+    assert plan.profile(runner) == (4 * 64 // 16 + 1) * MIB  # four rows of 64 positions, and the padding block
+
+
+def test_a_second_start_takes_the_last_good_figure(tmp_path: Path) -> None:
+    share = ("--gpu-memory-utilization", "0.8")
+    plan, runner, notes = planned(tmp_path, *share)
+    first = plan.profile(runner)
+    plan.reconciled(runner)
+    plan, runner, notes = planned(tmp_path, *share)
+    assert plan.profile(runner) == first
+    assert (runner.rehearsals, runner.captures) == (1, 0)  # verified, not searched
+    plan, runner, notes = planned(tmp_path, *share, "--max-num-seqs", "5")  # another gang
+    plan.profile(runner)
+    assert runner.captures == 1
+    assert notes.said == []
+
+
+@pytest.mark.parametrize("asked", [0, 11])
+def test_more_blocks_than_were_offered_are_refused(asked: int) -> None:
+    MemoryPlan.check_blocks(10, 10)
+    with pytest.raises(Failure, match=f"{asked} blocks are asked for, 10 were offered") as refused:
+        MemoryPlan.check_blocks(asked, 10)
+    assert refused.value.code is ExitCode.DISAGREEMENT
