@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from tests.gang.relay_house import CREDIT, EPOCH, FACTS, STEP, House
 from worker.config import FRAME_BYTES
+from worker.coordinator.relay import FRAMES_WAITING
 from worker.gang_messages import RESET, RESET_DONE, STOP, unseal
 from workerproto.codec import Header, encode_body
 from workerproto.messages import (
@@ -149,6 +152,24 @@ def test_frame_over_the_hard_limit_only_disconnects_its_sender(house: House) -> 
     holder.step()
     house.answer(house.take()[1])
     assert isinstance(holder.receive()[1], Result)
+
+
+def test_what_waits_of_a_peer_is_bounded(house: House) -> None:
+    """While the relay is busy, a stranger's frames stay with the stranger, but for a few."""
+    busy = threading.Event()
+    house.relay.post(lambda: busy.wait(30))
+    stranger = house.scheduler()
+    stranger.socket.disconnect(house.files.scheduler_endpoint)
+    stranger.socket.sndhwm = 1  # of connections that are made from now on
+    stranger.socket.connect(house.files.scheduler_endpoint)
+    sent = 0
+    while stranger.socket.poll(200, zmq.POLLOUT):
+        stranger.socket.send(bytes(1 << 20))
+        sent += 1
+        assert sent < 3 * FRAMES_WAITING
+    busy.set()
+    for _ in range(sent):
+        assert stranger.expect(Error).code is ErrorCode.BAD_FRAMES
 
 
 def test_lease_held_and_taken_over(house: House) -> None:

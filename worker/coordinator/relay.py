@@ -45,6 +45,9 @@ Parts = list[bytes]
 BATCH = 64
 """Frames read from one socket before the other has its turn: rubbish from a stranger must not hold up a result."""
 
+FRAMES_WAITING = 16
+"""Messages that are read ahead of one peer; the rest stays with it, and costs memory of its own, not of ours."""
+
 
 class _InFlight(NamedTuple):
     gang_seq: int
@@ -374,5 +377,6 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
     socket = context.socket(kind)
     socket.linger = 0
     socket.maxmsgsize = HARD_FRAME_BYTES
+    socket.rcvhwm = FRAMES_WAITING  # before bind, or it is not heeded
     socket.bind(endpoint)
     return socket
