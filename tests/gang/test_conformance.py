@@ -24,6 +24,19 @@ def test_a_real_gang_conforms(run_dir: Path, tmp_path: Path) -> None:
         assert running.process.poll() is None
 
 
+def test_a_scheduler_instead_of_a_gang(run_dir: Path) -> None:
+    """What it finds out is for `test_check_scheduler` to say."""
+    tried = workerctl(run_dir, "conformance", "--scheduler", "false --endpoint {endpoint}")
+    assert (tried.returncode, tried.stderr) == (1, "")
+    lines = tried.stdout.splitlines()
+    assert lines[0] == "FAILED     9.whole-run: no Hello came: exit code 1: no word"
+    assert "0 passed, 1 failed" in lines[-1]
+    for command, wrong in (("/nowhere/at-all {endpoint}", "cannot be run"), ("true", "has neither {endpoint} nor")):
+        tried = workerctl(run_dir, "conformance", "--scheduler", command)
+        assert tried.returncode == 78
+        assert wrong in tried.stderr
+
+
 def test_no_gang(run_dir: Path) -> None:
     tried = workerctl(run_dir, "conformance", "--name", "nobody")
     assert tried.returncode == 3

@@ -133,12 +133,12 @@ def peak_mib(pid: int) -> int:
 
 @ONLY_REAL
 def test_memory_is_bounded(place: Place) -> None:
-    """A stranger sends as fast as it can what is just below the hard limit: 2.4 GB of it."""
+    """A stranger sends as fast as it can what is just below the hard limit: 960 MiB of it."""
     assert place.running is not None
     with links(place) as (holder, stranger):
-        for _ in range(40):
+        for _ in range(16):
             stranger.send_frames(LARGE)
-        for _ in range(40):
+        for _ in range(16):
             header, _ = stranger.receive()
             assert header is not None
             assert header.kind is Kind.ERROR

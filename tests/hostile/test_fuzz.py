@@ -65,7 +65,7 @@ def mutated(draw: st.DrawFn) -> list[bytes]:
 
 
 @given(frames=mutated(), peer=st.sampled_from([b"holder", b"stranger"]))
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=800, deadline=None, derandomize=True)
 def test_any_frames_are_answered_by_type_and_disturb_nobody(frames: list[bytes], peer: bytes) -> None:
     if ends_the_lease(frames, peer):
         return

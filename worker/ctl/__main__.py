@@ -32,7 +32,8 @@ COMMANDS = {
     "replay": Command("replay", "replay", "feed a recording to a gang", "workerctl replay steps.rec --name demo"),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
     "conformance": Command(
-        "conformance", "conformance", "hold a gang to the wire's spec", "workerctl conformance --name demo"
+        "conformance", "conformance", "hold a gang, or a scheduler, to the wire's spec",
+        "workerctl conformance --name demo",
     ),
 }
 

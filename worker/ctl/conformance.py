@@ -1,36 +1,48 @@
-"""`workerctl conformance`: is the gang what the wire's spec says? Printed rule by rule.
+"""`workerctl conformance`: is the gang, or a scheduler, what the wire's spec says? Printed rule by rule.
 
-It needs the gang for itself: it attaches as a scheduler does, never takes over, and starts requests of its own.
+It needs the gang for itself: it attaches as a scheduler does, never takes over, and starts requests of its own. A
+scheduler is put against fake gangs instead, and needs none that runs.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG
 from worker.exit_codes import ExitCode
 from worker.options import Parser
 from workerproto.client import ClientError, LeaseHeld, NoSuchGang
 from workerproto.rundir import DEFAULT_NAME, endpoint_of
-from workerproto.testing.check_worker import outcomes
-from workerproto.testing.report import Report
+from workerproto.testing import check_scheduler, check_worker
+from workerproto.testing.report import Outcome, Report
 
 _FAILED = 1
 
 
 def conformance(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """0 if every rule that could be tried was kept; 1 if not, or the gang is held or not READY; 3 if there is none."""
-    parser = Parser("workerctl conformance", "Hold a gang to the wire's spec. It must be READY, and held by nobody.")
+    """0 if every rule that could be tried was kept; 1 if not, or the gang is held or not READY; 3 if there is none.
+
+    Raises ValueError for a scheduler's command that cannot be run.
+    """
+    parser = Parser(
+        "workerctl conformance",
+        "Hold a gang to the wire's spec, which must be READY and held by nobody; or a scheduler, which needs no gang.",
+    )
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument(
         "--limit", type=float, default=5, metavar="SECONDS", help="to wait for each answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--scheduler", metavar="COMMAND", help="a scheduler instead of a gang: run with {endpoint} filled in, many times"
     )
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     report = Report([])
     try:
-        for outcome in outcomes(endpoint_of(options.name, environment), limit_s=options.limit):
+        for outcome in _outcomes(options, environment):
             print(outcome, flush=True)
             report.outcomes.append(outcome)
     except NoSuchGang as error:
@@ -42,5 +54,13 @@ def conformance(arguments: Sequence[str], environment: Mapping[str, str]) -> int
     except ClientError as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return _FAILED
+    except OSError as error:
+        raise ValueError(f"--scheduler {options.scheduler!r} cannot be run: {error}") from None
     print(report.summary)
     return ExitCode.OK if report.passed else _FAILED
+
+
+def _outcomes(options: Namespace, environment: Mapping[str, str]) -> Iterator[Outcome]:
+    if options.scheduler is not None:
+        return check_scheduler.outcomes(shlex.split(options.scheduler), limit_s=options.limit)
+    return check_worker.outcomes(endpoint_of(options.name, environment), limit_s=options.limit)

@@ -82,8 +82,8 @@ class GoesSilent(FailsForGood):
     """From the second step on nothing is answered, as when the host is gone: after the time-out so is the lease."""
 
     rule = "9.silence"
-    lease_timeout_ms = 1000
-    patience_s = 2.0
+    lease_timeout_ms = 900
+    patience_s = 1.5
 
     def end(self) -> None:
         self._ended = True
