@@ -36,7 +36,7 @@ def conformance(arguments: Sequence[str], environment: Mapping[str, str]) -> int
         "--limit", type=float, default=5, metavar="SECONDS", help="to wait for each answer (%(default)s)"
     )
     parser.add_argument(
-        "--scheduler", metavar="COMMAND", help="a scheduler instead of a gang: run with {endpoint} filled in, many times"
+        "--scheduler", metavar="COMMAND", help="a scheduler, not a gang: run many times, {endpoint} filled in"
     )
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
