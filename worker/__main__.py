@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from worker.exit_codes import ExitCode, Failure
+from worker.logs import log_to, log_to_terminal
 from worker.processes import die_with_parent, exit_when_asked, parent_identity, refuse_core_dumps
 from worker.rank.stacks import offer as offer_stacks
 
@@ -30,7 +31,7 @@ def main() -> NoReturn:
 
     from worker.config import resolve
     from worker.options import Parser, add_gang_options
-    from worker.rank.place import Place
+    from worker.rank.place import Place, origin_of
     from worker.run_files import RunFiles, sweep
 
     parser = Parser("python -m worker", "One rank of a gang; a launcher starts as many as tp x pp.")
@@ -42,11 +43,17 @@ def main() -> NoReturn:
     except (ValueError, Failure) as error:
         leave(getattr(error, "code", ExitCode.USAGE), str(error), error if trace else None)
     files: RunFiles | None = None
+    terminal = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace", buffering=1)  # it may become a file
     try:
         config = resolve(options, environment)
         check_world_size(config, place)
+        origin = origin_of(config, place)
+        if place.spawned:  # by a coordinator that holds the name; what another gang has there is not touched
+            log_to(config.observe.log_file(place.rank), origin, config.observe, terminal, everything=True)
+        else:
+            log_to_terminal(origin, config.observe, terminal)  # until a coordinator says Welcome
         files = RunFiles(config.name, environment, place.launch, place.epoch)
-        code = run_rank(config, place, files, trace)
+        code = run_rank(config, place, files, terminal, trace)
         message, traced = "", None
     except (ValueError, Failure) as error:
         if place.local_rank and not place.spawned:
@@ -55,10 +62,10 @@ def main() -> NoReturn:
         message, traced = "" if place.local_rank > 0 else str(error), error if trace else None
     if files is not None and code is ExitCode.LIMIT:
         sweep(files)  # there may be no coordinator that could
-    leave(code, message, traced)
+    leave(code, message, traced, terminal)
 
 
-def run_rank(config: GangConfig, place: Place, files: RunFiles, trace: bool) -> ExitCode:
+def run_rank(config: GangConfig, place: Place, files: RunFiles, terminal: TextIO, trace: bool) -> ExitCode:
     """Raises ValueError, or Failure if the coordinator could not be started."""
     from worker.config import threads_of
     from worker.rank.coordinator_start import start_coordinator
@@ -73,7 +80,7 @@ def run_rank(config: GangConfig, place: Place, files: RunFiles, trace: bool) -> 
     watch.add(place.parent, place.parent_started, "the launcher")
     if not place.spawned and place.local_rank == 0:
         start_coordinator(place, sys.argv[1:])
-    return run(config, place, files, watch, fault_points, trace=trace)
+    return run(config, place, files, watch, fault_points, terminal, trace=trace)
 
 
 def check_world_size(config: GangConfig, place: Place) -> None:
@@ -89,14 +96,17 @@ def check_world_size(config: GangConfig, place: Place) -> None:
         )
 
 
-def leave(code: ExitCode, message: str = "", traced: BaseException | None = None) -> NoReturn:
+def leave(
+    code: ExitCode, message: str = "", traced: BaseException | None = None, terminal: TextIO = sys.stderr
+) -> NoReturn:
     """Without the interpreter's own end, which waits for threads that may be stuck in torch."""
     if traced is not None:
         import traceback
 
-        traceback.print_exception(traced)
+        traceback.print_exception(traced, file=terminal)
     if message:
-        print(f"rankd: error: {message}", file=sys.stderr)
+        print(f"rankd: error: {message}", file=terminal)
+    terminal.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

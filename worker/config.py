@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from worker.model_config import ModelConfig
+from worker.observe_config import ObserveConfig, resolve_observe
 from worker.topology import Topology
 
 LONGEST_BY_DEFAULT = 8192
@@ -56,15 +57,6 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordConfig:
-    """Where the step stream is kept, at which size that ends, and whether token ids are in it."""
-
-    path: Path
-    most_bytes: int
-    tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
 class GangConfig:
     """What every process of a gang is started with."""
 
@@ -88,10 +80,8 @@ class GangConfig:
     cpu_threads: int | None
     devices: tuple[int, ...]  # number of each local rank's; () for its local rank
     enforce_eager: bool
-    recording: RecordConfig | None
-    metrics_host: str
-    metrics_port: int | None  # None: no port is opened
     debug_sync: bool
+    observe: ObserveConfig
     limits: Limits
 
     @property
@@ -131,8 +121,6 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
             raise ValueError(f"{name} is {value}, it must be at least 1 and {kind}")
     if not 0 <= options.seed < 1 << 53:
         raise ValueError(f"--seed is {options.seed}, it must be from 0 to 2^53 - 1")
-    if options.metrics_port is not None and not 0 <= options.metrics_port < 1 << 16:
-        raise ValueError(f"--metrics-port is {options.metrics_port}, it must be from 0 to 65535")
     limits = _limits(options)
     model = ModelConfig.from_folder(options.model)
     tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -163,12 +151,8 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         cpu_threads=options.cpu_threads,
         devices=_devices(options.devices, tp * pp),
         enforce_eager=options.enforce_eager,
-        recording=None
-        if options.record is None
-        else RecordConfig(options.record.absolute(), options.record_bytes, not options.record_without_tokens),
-        metrics_host=options.metrics_host,
-        metrics_port=options.metrics_port,
         debug_sync=options.debug_sync,
+        observe=resolve_observe(options, environment),
         limits=limits,
     )
 

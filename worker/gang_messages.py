@@ -169,6 +169,12 @@ class KvConfig(_Message, frozen=True):
     max_model_len: int
 
 
+class LogLevel(_Message, frozen=True):
+    """From now on: debug, info, warning or error."""
+
+    level: str
+
+
 class Stop(_Message, frozen=True):
     """End now with this code. A clean end comes in the step stream instead."""
 
@@ -179,7 +185,7 @@ class Stop(_Message, frozen=True):
 FromRank = (
     Hello | Present | Phase | Note | Loaded | KvOffer | Warm | Memory | Heartbeat | Refusal | RankFault | StopAsked
 )
-ToRank = Welcome | Proceed | KvConfig | Stop
+ToRank = Welcome | Proceed | KvConfig | LogLevel | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from worker.exit_codes import ExitCode
+from worker.observe_config import add_observe_options
 from workerproto.rundir import DEFAULT_NAME
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -76,11 +77,7 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--heartbeat-interval", type=float, default=1, help="of each rank (%(default)s)")
     limits.add_argument("--heartbeat-timeout", type=float, default=30, help="for a rank that is silent (%(default)s)")
     limits.add_argument("--lease-timeout", type=float, default=10, help="for a scheduler that is silent (%(default)s)")
-    add("--metrics-port", type=int, metavar="PORT", help="serve /metrics, /healthz and /readyz there; 0: any port")
-    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="for --metrics-port (%(default)s)")
-    add("--record", type=Path, metavar="FILE", help="keep the step stream there, for workerctl replay")
-    add("--record-bytes", type=byte_count, default=1 << 30, metavar="BYTES", help="at which it ends (1GiB)")
-    add("--record-without-tokens", action="store_true", help="every token id becomes 0: only good as a benchmark")
+    add_observe_options(parser, byte_count)
     add("--traceback", action="store_true", help="on an error print its traceback too (or RANKD_TRACEBACK=1)")
 
 

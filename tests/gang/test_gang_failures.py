@@ -196,7 +196,8 @@ def test_detached_gang(run_dir: Path, tmp_path: Path) -> None:
     failed = workerctl(run_dir, "up", "--detach", "--model", model, limit_s=60)  # there are no weights
     assert failed.returncode == 65
     assert "rankd: error: rank 0, load:" in failed.stderr
-    assert not list(run_dir.iterdir())
+    assert f"rankd: logs are in {run_dir}/_logs/default" in failed.stderr.splitlines()
+    assert [path.name for path in run_dir.iterdir()] == ["_logs"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])

@@ -11,6 +11,7 @@ from worker.coordinator.gang import Gang
 from worker.coordinator.lease import Lease
 from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
+from worker.observe_config import LOG_LEVELS
 from worker.rank.status_file import RankStatus
 from worker.step_records import PARTS, Recent, Records, doing, read_records, recent
 from workerproto.codec import VERSION
@@ -18,6 +19,17 @@ from workerproto.codec import VERSION
 STUCK_S = 5.0
 """In one step, at which a rank is shown as stuck; half of --step-timeout if that is less."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def log_level(gang: Gang, request: dict[str, str]) -> dict[str, Any]:
+    """Of `rank`, or of all processes without one."""
+    level, rank = request.get("level", ""), request.get("rank", "")
+    if level not in LOG_LEVELS:
+        return {"error": f"level is {level!r}, there are {', '.join(LOG_LEVELS)}"}
+    if rank and not (rank.isdecimal() and int(rank) < len(gang.ranks)):
+        return {"error": f"rank is {rank!r}, the gang's are 0 to {len(gang.ranks) - 1}"}
+    gang.set_log_level(level, int(rank) if rank else None)
+    return {"level": level}
 
 
 def status(gang: Gang, relay: Relay) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import Exit, RankProcess
 from worker.exit_codes import ExitCode, Failure
+from worker.logs import set_level
 from worker.rank.stacks import collect as collect_stacks
 from worker.weights_id import weights_id
 from workerproto.messages import Cache, Facts, Limits
@@ -49,6 +50,7 @@ class Gang:
         self.ranks = [Rank(rank, *maps, beat) for rank, maps in enumerate(zip(records, traces, strict=True))]
         self.facts: Facts | None = None
         self.kv: gm.KvConfig | None = None
+        self.log_level: str | None = None  # if it was changed
         self.cause: Cause | None = None
         self.started = time.monotonic()
         self.ended: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
@@ -139,6 +141,8 @@ class Gang:
             pids = f"{one.hello.pid} and {hello.pid}"
             raise Failure(ExitCode.ROLL_CALL, f"roll-call: rank {one.rank} came twice, as processes {pids}")
         one.hello = hello
+        if self.log_level is not None:
+            self._send(one.rank, gm.LogLevel(self.log_level))
         if self._ending is not None:  # what was sent to all before it came has not reached it
             self._send(one.rank, gm.Stop(ExitCode.OK, "stopped"))
         if one.process is None:
@@ -212,6 +216,14 @@ class Gang:
             limits=bounds,
         )
         self._to_all(kv)
+
+    def set_log_level(self, level: str, rank: int | None) -> None:
+        """Of one rank or of all, this process too."""
+        if rank is not None:
+            return self._send(rank, gm.LogLevel(level))
+        self.log_level = level
+        set_level(level)
+        self._to_all(gm.LogLevel(level))
 
     # Limits.
 

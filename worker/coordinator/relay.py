@@ -7,6 +7,7 @@ bytes. What the main thread wants of it comes as a call to run on this thread (`
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -40,6 +41,8 @@ from workerproto.messages import (
     Welcome,
 )
 from workerproto.states import Gang, LeaseEvent
+
+_log = logging.getLogger("rankd.relay")
 
 Parts = list[bytes]
 BATCH = 64
@@ -281,6 +284,7 @@ class Relay:
         if self._lease is not None:
             self._end_lease(LeaseEvent.TAKEOVER, "TAKEOVER", f"client {hello.client!r} took over")
         self._lease = Lease(identity, header.lease, hello.client, time.monotonic())
+        _log.info(f"lease {header.lease}: scheduler {hello.client!r} attaches")
         if not self._resetting:
             self._welcome()
 
@@ -296,6 +300,7 @@ class Relay:
     def _end_lease(self, event: LeaseEvent, code: str = "", message: str = "") -> None:
         lease, self._lease = self._lease, None
         assert lease is not None
+        _log.info(f"lease {lease.number} of {lease.client!r} ends: {code or event}")
         lease.end(event)
         self._ended.append(lease.number)
         if code:

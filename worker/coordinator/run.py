@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO
@@ -30,6 +31,7 @@ from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.spawn import RankProcess, spawn
 from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
+from worker.logs import SPOKEN, Origin, bound_size, log_to, remove_logs
 from worker.processes import STOP_SIGNALS, started_at
 from worker.rank.fault_points import check_faults
 from worker.rank.stacks import offer as offer_stacks
@@ -40,6 +42,8 @@ from workerproto.states import StateError
 
 LAST_WORDS_S = 1.0
 """For what was sent to schedulers to leave."""
+
+_log = logging.getLogger(SPOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,10 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
 async def _hold(claim: Claim, coordinator: _Coordinator) -> ExitCode:
     """The claim is closed inside the loop, which takes its signal handlers with it."""
     try:
-        return await coordinator.main()
+        coordinator.open_log()
+        code = await coordinator.main()
+        coordinator.close_log(code)
+        return code
     finally:
         claim.close()
 
@@ -107,9 +114,8 @@ def _claim(files: RunFiles, wait_s: float) -> Claim:
 
 
 def say(line: str) -> None:
-    """One line for a person; stderr may be gone with its terminal."""
-    with suppress(OSError):
-        print(f"rankd: {line}", file=sys.stderr, flush=True)
+    """One line for a person."""
+    _log.info(line)
 
 
 class _Coordinator:
@@ -119,6 +125,17 @@ class _Coordinator:
         self._asked = asked
         self._launch = launch
         self._files = files
+
+    def open_log(self) -> None:
+        """Raises ValueError if its file cannot be made."""
+        observe, origin = self._config.observe, Origin(socket.gethostname(), None, None, None, self._launch.epoch)
+        log_to(observe.log_file(None), origin, observe, sys.stderr, everything=False)
+
+    def close_log(self, code: ExitCode) -> None:
+        if code is ExitCode.OK:
+            remove_logs(self._config.observe, self._config.world_size)
+        else:
+            say(f"logs are in {self._config.observe.log_dir}")
 
     async def main(self) -> ExitCode:
         config, files = self._config, self._files
@@ -170,8 +187,8 @@ class _Coordinator:
         self._telemetry.close()
         if recorder is not None:
             recorder.close(LAST_WORDS_S)
-        for socket in (self._admin, *self._control):
-            socket.close(linger=100)
+        for one in (self._admin, *self._control):
+            one.close(linger=100)
         context.term()
         return code
 
@@ -233,11 +250,13 @@ class _Coordinator:
             case "down":
                 self._gang.stop("workerctl down")
                 return {"stopping": True, "pid": os.getpid()}
+            case "log-level":
+                return admin.log_level(self._gang, request)
             case _:
                 return {"error": 'not a request: one frame of JSON, {"op": "status"} or {"op": "down"}'}
 
     def _recorder(self) -> Recorder | None:
-        wanted = self._config.recording
+        wanted = self._config.observe.recording
         if wanted is None:
             return None
         try:
@@ -266,6 +285,8 @@ class _Coordinator:
             await asyncio.sleep(tick_interval(self._config))
             self._gang.tick()
             self._telemetry.tick()
+            for rank in (None, *range(self._config.world_size)):
+                bound_size(self._config.observe.log_file(rank))
 
     def _relay_failed_there(self, error: BaseException) -> None:
         """On the relay's thread."""
@@ -282,7 +303,5 @@ class _Coordinator:
 
 def _report(cause: causes.Cause) -> None:
     """The first cause first: one line, and what it rests on below."""
-    say(f"error: {cause.line} (exit code {cause.fault.code})")
-    if cause.fault.traceback:
-        with suppress(OSError):
-            print(cause.fault.traceback.rstrip(), file=sys.stderr, flush=True)
+    trace = f"\n{cause.fault.traceback.rstrip()}" if cause.fault.traceback else ""
+    _log.error(f"{cause.line} (exit code {cause.fault.code}){trace}")

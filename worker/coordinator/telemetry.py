@@ -25,7 +25,7 @@ class Telemetry:
         self._metrics: Metrics | None = None
         self._observed: Observed | None = None
         self._rings: tuple[Sequence[mmap.mmap], mmap.mmap] | None = None
-        host, port = config.metrics_host, config.metrics_port
+        host, port = config.observe.metrics_host, config.observe.metrics_port
         if port is None:
             return
         from worker.coordinator.metrics import Metrics, Server

@@ -30,6 +30,8 @@ COMMANDS = {
         "timeline", "timeline", "the last steps as a page, bubbles summed", "workerctl timeline --steps 50"
     ),
     "replay": Command("replay", "replay", "feed a recording to a gang", "workerctl replay steps.rec --name demo"),
+    "logs": Command("logs", "logs", "what its processes log", "workerctl logs --name demo --rank 1 -f"),
+    "log-level": Command("log_level", "log_level", "log more, or less", "workerctl log-level debug --name demo"),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
     "conformance": Command(
         "conformance", "conformance", "hold a gang, or a scheduler, to the wire's spec",

@@ -18,19 +18,22 @@ class NoSuchGang(Exception):
     """Nobody holds the name."""
 
 
-def ask(files: RunFiles, operation: str) -> dict[str, Any]:
-    """Raises NoSuchGang, or Failure(LIMIT) if the coordinator lives and does not answer."""
+def ask(files: RunFiles, operation: str, **arguments: str) -> dict[str, Any]:
+    """Raises NoSuchGang, or Failure(LIMIT) if the coordinator lives and does not answer, or ValueError
+    with what it answers if it does not take the request."""
     holder = lock_holder(files)
     if holder is None:  # not by connecting: to a stale socket one can even send
         raise NoSuchGang(f"there is no gang {files.folder.name!r} in {files.folder.parent}")
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(files.admin_endpoint)
-        socket.send(json.dumps({"op": operation}).encode())
+        socket.send(json.dumps({"op": operation, **arguments}).encode())
         if not socket.poll(int(PATIENCE_S * 1000)):
             if lock_holder(files) is None:
                 raise NoSuchGang(f"gang {files.folder.name!r} has just ended")
             who = f"the coordinator of {files.folder.name!r}, process {holder},"
             raise Failure(ExitCode.LIMIT, f"{who} does not answer within {PATIENCE_S:g} s")
         answer: dict[str, Any] = json.loads(socket.recv())
+    if "error" in answer:
+        raise ValueError(answer["error"])
     return answer

@@ -6,9 +6,9 @@ separated by commas; with `epoch=N` one is meant for that incarnation of the gan
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 
@@ -16,6 +16,9 @@ from worker.topology import Topology
 
 PLACES = ("boot", "rendezvous", "load", "profile", "kv", "warmup", "step", "recv", "sample", "send")
 ACTIONS = "raise, raise:MemoryError, sleep:SECONDS, exit:CODE, signal:NAME, and at step and send corrupt"
+
+
+_log = logging.getLogger("rankd.faults")
 
 
 class InjectedFault(RuntimeError):
@@ -37,11 +40,7 @@ class FaultPoints:
     def __init__(self, text: str, rank: int, epoch: int) -> None:
         self._faults = [fault for fault in _parse(text) if fault.rank == rank and fault.epoch in (None, epoch)]
         for fault in self._faults:
-            print(
-                f"rankd: warning: RANKD_FAULT is set: rank {rank} will {fault.do} at {fault.at} (time {fault.left})",
-                file=sys.stderr,
-                flush=True,
-            )
+            _log.warning(f"RANKD_FAULT is set: rank {rank} will {fault.do} at {fault.at} (time {fault.left})")
 
     def reach(self, place: str) -> None:
         """Called wherever a fault may be asked for."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
-import sys
 import threading
 
 from worker.exit_codes import ExitCode
 from worker.processes import open_process
 from worker.run_files import RunFiles, sweep
+
+LAST_WORD_S = 0.5
+
+_log = logging.getLogger("rankd.rank")
 
 
 class ParentWatch:
@@ -42,6 +46,10 @@ class ParentWatch:
     def _leave(self, name: str) -> None:
         if self._expected.is_set():
             return
-        print(f"rankd: error: {name} is gone, so process {os.getpid()} ends too", file=sys.stderr, flush=True)
+        # On a thread of its own: whoever holds a log's lock may be stuck in writing to a reader that is gone too.
+        line = f"{name} is gone, so process {os.getpid()} ends too"
+        word = threading.Thread(target=_log.error, args=(line,), daemon=True)
+        word.start()
+        word.join(LAST_WORD_S)
         sweep(self._files)
         os._exit(ExitCode.PARENT_GONE)

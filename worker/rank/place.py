@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from worker.config import GangConfig
 from worker.exit_codes import ExitCode, Failure
+from worker.logs import Origin
 from worker.processes import runs_our_program
 
 
@@ -74,6 +77,12 @@ class Place:
     @property
     def on_loopback(self) -> bool:
         return self.store_host in ("localhost", "::1") or self.store_host.startswith("127.")
+
+
+def origin_of(config: GangConfig, place: Place) -> Origin:
+    """For log lines."""
+    topology = config.topology(place.rank)
+    return Origin(socket.gethostname(), place.rank, topology.pp_rank, topology.tp_rank, place.epoch)
 
 
 def spawn_environment(

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import uvloop
 import zmq
 
 from worker.config import GangConfig, threads_of
 from worker.exit_codes import ExitCode
-from worker.gang_messages import Heartbeat, Hello, RankFault, Stop, StopAsked, ToRank, Welcome
+from worker.gang_messages import Heartbeat, Hello, LogLevel, RankFault, Stop, StopAsked, ToRank, Welcome
+from worker.logs import log_to, set_level
 from worker.processes import STOP_SIGNALS, started_at
 from worker.rank.control import Control
 from worker.rank.fault_points import FaultPoints
 from worker.rank.faults import describe, write_error_file
 from worker.rank.parent_watch import ParentWatch
-from worker.rank.place import Place
+from worker.rank.place import Place, origin_of
 from worker.rank.seat import Seat
 from worker.rank.status_file import StatusWriter
 from worker.run_files import RunFiles
@@ -29,15 +31,18 @@ from worker.run_files import RunFiles
 if TYPE_CHECKING:
     from worker.rank.step_loop import StepLoop  # imports torch, which is the compute thread's to do
 
+_log = logging.getLogger("rankd.rank")
+
 STOP_GRACE_S = 20.0
 """After a SIGTERM: as long as torchrun may wait before it kills (30 s), with room; the coordinator is quicker."""
 
 
 def run(
-    config: GangConfig, place: Place, files: RunFiles, watch: ParentWatch, fault_points: FaultPoints, *, trace: bool
-) -> ExitCode:
+    config: GangConfig, place: Place, files: RunFiles, watch: ParentWatch, fault_points: FaultPoints, terminal: TextIO,
+    *, trace: bool,
+) -> ExitCode:  # fmt: skip
     """The life of a rank. The process must then leave by `os._exit`: a thread may be stuck inside torch for good."""
-    return uvloop.run(_RankProcess(config, place, files, watch, fault_points, trace).main())
+    return uvloop.run(_RankProcess(config, place, files, watch, fault_points, terminal, trace).main())
 
 
 class _RankProcess:
@@ -48,6 +53,7 @@ class _RankProcess:
         files: RunFiles,
         watch: ParentWatch,
         fault_points: FaultPoints,
+        terminal: TextIO,
         trace: bool,
     ) -> None:
         self._config = config
@@ -55,6 +61,7 @@ class _RankProcess:
         self._files = files
         self._watch = watch
         self._fault_points = fault_points
+        self._terminal = terminal
         self._trace = trace
         self._threads = threads_of(config, place.local_world_size)
         self._status = StatusWriter(place.epoch, self._threads)
@@ -87,10 +94,21 @@ class _RankProcess:
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, Welcome):
             self._welcomed = True
+            self._open_log()
             self._status.attach(self._files.status(self._place.rank))
             self._watch.add(message.pid, message.started, "the coordinator")
+        elif isinstance(message, LogLevel):
+            set_level(message.level)
+            _log.info(f"log level: {message.level}")
         elif isinstance(message, Stop):
             self._finish(ExitCode(message.code))
+
+    def _open_log(self) -> None:
+        """Of a rank that torchrun has started; others had theirs from the first line on."""
+        config, place = self._config, self._place
+        if not place.spawned:
+            file = config.observe.log_file(place.rank)
+            log_to(file, origin_of(config, place), config.observe, self._terminal, everything=True)
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
         self._control.report(StopAsked(number.name))
@@ -147,6 +165,7 @@ class _RankProcess:
         if self._end.done():
             return
         status = self._status
+        _log.info("the end, by what follows", exc_info=error)  # only into the file: the coordinator tells the cause
         fault = describe(error, status.phase, status.step, always_trace=self._trace)
         if self._place.error_file:
             write_error_file(self._place.error_file, fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from worker.rank.place import Place
 from worker.rank.status_file import StatusWriter
 from workerproto.codec import VERSION
 from workerproto.steps import StepLimits
+
+_log = logging.getLogger("rankd.boot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Seat:
     def enter(self, phase: str) -> None:
         self.status.enter(phase)
         self.control.report(Phase(phase))
+        _log.info(f"phase {phase}")
         self.fault_points.reach(phase)
 
     def roll_call(self, device: str, threads: int, versions: Mapping[str, str]) -> None:

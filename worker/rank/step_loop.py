@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections import deque
@@ -20,6 +21,8 @@ from worker.step_trace import DONE, FLAG_REFUSED, FLAG_RESET, VALIDATED
 from workerproto.messages import Kind, Refused
 from workerproto.steps import Refusal, StepLimits
 from workerproto.validate import StepValidator
+
+_log = logging.getLogger("rankd.steps")
 
 
 class StepLoop:
@@ -89,6 +92,8 @@ class StepLoop:
             checked = trace.mark(VALIDATED)
             output = self._runner.execute(accepted, validator.table)
             self._answers.result(sequence, output, (checked - began) // 1000, validator.live_requests)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug(f"step {sequence}: {validator.live_requests} requests, {validator.used_blocks} blocks")
         trace.held(validator.live_requests, validator.used_blocks)
         trace.mark(DONE)
 
@@ -98,6 +103,7 @@ class StepLoop:
             str(refusal),
         )  # fmt: skip
         self._answers.refused(sequence, answer, self._validator.live_requests)
+        _log.info(f"step {sequence} is refused: {refusal.code}: {refusal}")
         self._report(gang_messages.Refusal(sequence, refusal.code, refusal.request, refusal.field))
 
     def _reset(self, sequence: int) -> None:
@@ -105,6 +111,7 @@ class StepLoop:
         dropped = self._validator.reset()
         self._judged.append((sequence, self._validator.digest))
         self._runner.reset()
+        _log.info(f"a lease ended: {dropped} requests are dropped")
         self._answers.reset_done(sequence, dropped)
         self._trace.flag(FLAG_RESET)
         self._trace.mark(DONE)
