@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", default="1,4,16", help="prompts at once in decode runs (default: 1,4,16)")
     parser.add_argument("--prefill", default="4x512", help="prompts x tokens, comma-separated (default: 4x512)")
     parser.add_argument("--decode-batches", type=int, metavar="N", help="default: one a stage")
+    parser.add_argument("--ahead", type=int, default=1, metavar="N", help="steps in flight beyond those (default: 1)")
     parser.add_argument("--prefill-tokens", type=int, metavar="N", help="most prompt tokens a step")
 
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace, client: Client) -> None:
     except ValueError:
         raise ValueError(f"--batches {args.batches!r} or --prefill {args.prefill!r} is not like 1,4 or 4x512") from None
     engine = Engine(
-        client, batches=args.decode_batches, prefill_tokens=args.prefill_tokens, prefix_caching=False
+        client, batches=args.decode_batches, ahead=args.ahead, prefill_tokens=args.prefill_tokens, prefix_caching=False
     )
     bench = _Bench(engine)
     bench.seconds(2, 32, 4)

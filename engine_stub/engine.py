@@ -60,7 +60,10 @@ class Engine:
     A step that is refused, or lost with an epoch, costs nothing but time: its requests start anew with the tokens that
     they have by then. A second refusal in a row is a defect, and raises.
 
-    batches: how many decode batches take turns (default: one a pipeline stage). prefill_tokens: most prompt tokens in
+    batches: how many decode batches take turns (default: one a pipeline stage). ahead: steps in flight more than that:
+    with one the next step is there before the ranks are done with the last, with two also where a result's way to here
+    and the next step's way back take longer than a step, as on a fast GPU; but whoever comes new waits for them.
+    prefill_tokens: most prompt tokens in
     a step (default: all that fit, but with several stages an eighth or so of it, so that they work side by side).
     """
 
@@ -69,6 +72,7 @@ class Engine:
         client: Client,
         *,
         batches: int | None = None,
+        ahead: int = 1,
         prefill_tokens: int | None = None,
         prefix_caching: bool = True,
         ready_timeout: float | None = None,
@@ -76,6 +80,7 @@ class Engine:
         self.facts = client.wait_ready(ready_timeout)
         self._client = client
         self._prefix_caching = prefix_caching
+        self._ahead = ahead
         self._batches = batches or self.facts.pp
         self._prefill_tokens = prefill_tokens or prefill_share(self.facts.limits.tokens, self.facts.pp)
         self.scheduler = self._new_scheduler()
@@ -170,10 +175,9 @@ class Engine:
         return True
 
     def _new_scheduler(self) -> Scheduler:
-        # One step more than there are batches, so that the next is there before the ranks are done with the last.
         return Scheduler(
             StepLimits.from_facts(self.facts),
-            steps_in_flight=min(self._batches + 1, self.facts.limits.steps_in_flight),
+            steps_in_flight=min(self._batches + self._ahead, self.facts.limits.steps_in_flight),
             batches=self._batches,
             prefill_tokens=self._prefill_tokens,
             prefix_caching=self._prefix_caching,

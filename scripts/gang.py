@@ -13,7 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-BIN = Path(sys.executable).parent
+
+def _program(name: str, module: str) -> list[str]:
+    """As installed, or where rankd is on the path without being installed, as its module."""
+    installed = Path(sys.executable).parent / name
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", module]
+
+
+WORKERCTL, TORCHRUN = _program("workerctl", "worker.ctl"), _program("torchrun", "torch.distributed.run")
 START_LIMIT_S = 180.0
 POLL_S = 0.25
 PR_SET_PDEATHSIG = 1
@@ -33,14 +40,14 @@ def launch_command(launcher: str, name: str, model: Path, tp: int, pp: int, *opt
     """Return the command that starts a gang by `launcher`, one of `LAUNCHERS`."""
     same = ["--model", str(model), "-tp", str(tp), "-pp", str(pp), "--name", name, *options]
     if launcher == "torchrun":
-        return [str(BIN / "torchrun"), "--nproc-per-node", str(tp * pp), "-m", "worker", *same]
-    return [str(BIN / "workerctl"), "up", *same]
+        return [*TORCHRUN, "--nproc-per-node", str(tp * pp), "-m", "worker", *same]
+    return [*WORKERCTL, "up", *same]
 
 
 def status(name: str) -> dict[str, Any] | None:
     """Return `workerctl status --json` of the gang, or None where nobody answers (yet, or any more)."""
     asked = subprocess.run(
-        [BIN / "workerctl", "status", "--json", "--name", name], capture_output=True, text=True, timeout=10, check=False
+        [*WORKERCTL, "status", "--json", "--name", name], capture_output=True, text=True, timeout=10, check=False
     )
     if not asked.stdout:
         return None
@@ -116,7 +123,7 @@ def _end(process: subprocess.Popen[bytes], name: str) -> None:
     try:
         if process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                down = [str(BIN / "workerctl"), "down", "--name", name]
+                down = [*WORKERCTL, "down", "--name", name]
                 if subprocess.run(down, capture_output=True, timeout=15, check=False).returncode == 0:
                     process.wait(5)
         for stop in (signal.SIGTERM, signal.SIGKILL):

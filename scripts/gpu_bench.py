@@ -1,7 +1,8 @@
-"""Time one rank in process on one GPU: decode milliseconds per step and prefill tokens per second, random weights.
+"""Time one rank in process on one GPU, and show where the device's time goes: no scheduler, no sockets.
 
 usage: gpu_bench.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
-Step k + 1 is launched while step k runs, as a scheduler with credit for two does. Correctness is tests/gpu's.
+Step k + 1 is launched while step k runs, as a scheduler with credit for two does. Correctness is tests/gpu's; what a
+scheduler sees is scripts/bench gpu's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from gpu_models import LONGEST, model_folder
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.runner import PendingOutput, RunnerConfig, StepOutput
-from worker.model_config import ModelConfig, RopeConfig
+from worker.model_config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.parallel.groups import make_groups
 from worker.topology import Topology
@@ -32,7 +35,6 @@ from workerproto.messages import RowFlag, Sampling
 from workerproto.steps import AcceptedStep, StartedRequest
 
 BLOCK = 16
-LONGEST = 4096
 AHEAD = 2
 NONE = np.empty(0, np.int32)
 MIXED = [
@@ -42,17 +44,6 @@ MIXED = [
     Sampling(temperature=1.0, min_p=0.05, seed=3),
     Sampling(temperature=0.7, top_k=20, top_p=0.95, seed=4),
 ]
-
-
-def qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> ModelConfig:
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM", hidden=hidden, layers=layers, heads=heads, kv_heads=8, head_dim=128,
-        intermediate=intermediate, vocab=151936, tied=tied, qkv_bias=False, output_bias=False, mlp_bias=False,
-        rms_eps=1e-6, rope=RopeConfig(1e6), max_position=LONGEST, sliding_window=None, dtype="bfloat16", eos_ids=(),
-    )  # fmt: skip
-
-
-MODELS = {"0.6b": qwen3(28, 1024, 3072, 16, True), "8b": qwen3(36, 4096, 12288, 32, False)}
 
 
 @dataclass
@@ -75,7 +66,7 @@ def fill(model: Decoder) -> None:
 
 class Bench:
     def __init__(self, name: str, rows: int, positions: int, tokens: int) -> None:
-        self.model = MODELS[name]
+        self.model = ModelConfig.from_folder(model_folder(name, Path(tempfile.gettempdir())))
         topology = Topology(0, 1, 1, (self.model.layers,))
         device = torch.device("cuda", 0)
         self.config = RunnerConfig(torch.bfloat16, device, BLOCK, tokens, rows, rows, LONGEST, AHEAD + 1)
@@ -85,6 +76,7 @@ class Bench:
         self._timed("profile", self.runner.profile)
         width = -(-positions // BLOCK)
         self._timed("allocate", lambda: self.runner.allocate(rows * width))
+        self._timed("warm up", self.runner.warm_up)
         self._timed("capture", self.runner.capture)
         self.table = Table(np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width))
         self.sequence = 0
@@ -162,30 +154,30 @@ class Bench:
         return tokens() == tokens()
 
 
-def device_profile(work: Callable[[], object], title: str, rows: int = 16) -> None:
-    """Where the device's time goes, by kernel and grid. A kernel is charged from the end of the one before it to its
-    own end, since kernels overlap; what lies between two graphs is charged to the first kernel of the second."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+def device_profile(work: Callable[[], object], title: str, rows: int = 14) -> dict[str, Any]:
+    """Where the device's time goes in the last ten steps, by kernel and grid. A kernel is charged from the end of the
+    one before it to its own end, since kernels overlap. Gaps are from the end of a step's last kernel to the start of
+    the next one's first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    ran = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")), key=lambda e: e["ts"] + e["dur"])
+    ran = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"] + e["dur"])
+    firsts = [place for place, event in enumerate(ran) if event["name"] == "choose_inputs"][-10:]
+    gaps = [ran[place]["ts"] - ran[place - 1]["ts"] - ran[place - 1]["dur"] for place in firsts[1:]]
     charged: dict[tuple[str, str], list[float]] = {}
-    gaps: list[float] = []
-    end = ran[0]["ts"]
-    for event in ran:
+    end = ran[firsts[0]]["ts"]
+    for event in ran[firsts[0] :]:
         ended = event["ts"] + event["dur"]
-        if event["cat"] == "kernel":
-            gaps.append(event["ts"] - end)
         charged.setdefault((event["name"][:60], str(event["args"].get("grid", ""))), []).append(ended - end)
         end = ended
-    longest = [round(gap, 1) for gap in sorted(gaps)[-6:]]
-    print(f"{title}: {end - ran[0]['ts']:.0f} us; longest gaps before a kernel {longest} us")
+    total, rounded = end - ran[firsts[0]]["ts"], [round(gap, 1) for gap in gaps]
+    print(f"{title}: {total / len(firsts):.0f} us a step of {len(firsts)}; gaps between steps {rounded} us")
     for (name, grid), times in sorted(charged.items(), key=lambda item: -sum(item[1]))[:rows]:
-        print(f"  {sum(times):9.0f} us {len(times):5} x {sum(times) / len(times):7.2f}  {name} {grid}")
+        print(f"  {sum(times) / total:6.1%} {len(times):5} x {sum(times) / len(times):8.2f} us  {name} {grid}")
+    return {"us_a_step": round(total / len(firsts), 1), "gaps_us": rounded}
 
 
 def profile(work: Callable[[], object], title: str) -> None:
@@ -225,11 +217,16 @@ def main() -> None:
         found["prefill"] = bench.prefill(*shape)
         print(f"{name} prefill {args.prefill}", found["prefill"], flush=True)
         if args.host_profile:
+            timelines: dict[str, object] = {}
             for batch in batches:
-                steps = bench.decodes(batch, args.prompt, 4)
                 bench.run(bench.prompts(batch, args.prompt))
-                device_profile(partial(bench.run, steps), f"{name} decode {batch}, 4 steps")
-            device_profile(partial(bench.run, bench.prompts(4, 2048)), f"{name} prefill 4x2048")
+                work = partial(bench.run, bench.decodes(batch, args.prompt, 14))
+                timelines[f"decode {batch}"] = device_profile(work, f"{name} decode {batch}")
+            bench.run(bench.prompts(max(batches), args.prompt, MIXED))
+            work = partial(bench.run, bench.decodes(max(batches), args.prompt, 14))
+            timelines["mixed"] = device_profile(work, f"{name} decode {max(batches)}, mixed sampling")
+            timelines["prefill"] = device_profile(partial(bench.run, bench.prompts(8, 2048)), f"{name} prefill 4x2048")
+            found["timelines"] = timelines
             bench.run(bench.prompts(1, 64))
             bench.run(bench.decodes(1, 64, 1))  # leaves a packet that the graph of one row can read again
             graph = bench.runner.graphs[1][0]

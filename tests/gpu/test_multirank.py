@@ -1,0 +1,71 @@
+"""Ranks over NCCL give the logits of one rank, teacher-forced, at every position, graphs included.
+
+On one GPU this needs an NCCL that lets ranks share it (2.32, NCCL_MULTI_RANK_GPU_ENABLE=1, preloaded); there it shows
+correctness and no speed. With as many GPUs as ranks each has its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.gpu_models import model_folder
+
+pytestmark = pytest.mark.gpu
+
+SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+# Of the largest logit of a position: sums over ranks round elsewhere in bf16.
+BF16_TOLERANCE = 0.03
+LIMIT_S = 150
+
+
+def run(tp: int, pp: int, dtype: str, folder: Path, out: Path) -> dict[str, np.ndarray]:
+    ranks = tp * pp
+    devices = ",".join(str(0 if SHARED else rank) for rank in range(ranks))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m",
+        "tests.gpu.rank_of_a_gang", str(folder), str(out), str(tp), str(pp), dtype, devices,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    with np.load(out) as found:
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder("0.6b", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
+    parent = tmp_path_factory.mktemp("alone")
+    return {dtype: run(1, 1, dtype, folder, parent / f"{dtype}.npz") for dtype in ("bfloat16", "float32")}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_logits_are_those_of_one_rank(
+    tp: int, pp: int, dtype: str, folder: Path, alone: dict[str, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    if not SHARED and torch.cuda.device_count() < tp * pp:
+        pytest.skip(f"needs {tp * pp} GPUs, or an NCCL that shares one")
+    if SHARED and ((tp * pp > 2 and dtype == "float32") or max(tp, pp) > 2):
+        pytest.skip("on a shared GPU, where a collective takes milliseconds, the rest has shown it")
+    found, expected = run(tp, pp, dtype, folder, tmp_path / "found.npz"), alone[dtype]
+    largest = np.abs(expected["logits"]).max(-1)
+    errors = np.abs(found["logits"] - expected["logits"]).max(-1) / largest
+    print(f"tp {tp} pp {pp} {dtype}: worst {errors.max():.2e}, mean {errors.mean():.2e}; {found['graphs']} graph steps")
+    assert found["graphs"] > 0
+    assert errors.max() <= (BF16_TOLERANCE if dtype == "bfloat16" else 1e-4)
+    best = np.sort(expected["logits"], -1)
+    clear = best[..., -1] - best[..., -2] > (2 * BF16_TOLERANCE * largest if dtype == "bfloat16" else 1e-3)
+    assert (found["tokens"] == expected["tokens"])[clear].all()
