@@ -1,5 +1,5 @@
-"""Correctness, then decode ms/step and prefill tokens/s of gangs on one GPU through scheduler, coordinator and rank, and
-how far that is from what the device could do; on request beside a peer, and beside an earlier result of this script.
+"""Correctness, then decode ms/step and prefill tokens/s of gangs on one GPU through scheduler, coordinator and rank,
+then how far that is from what the device could do; on request beside a peer, and beside an earlier result.
 
 The shapes are Qwen3's with random weights, greedy. The peer is as in bench_cpu.py; a ratio is ours to the other's. All
 that is measured goes into --json, and from there into --compare of a later run.

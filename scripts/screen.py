@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine_stub.engine import Completion
 from engine_stub.request import Params
 from engine_stub.text import TextModel, TextStream
-from gang import BIN
+from gang import WORKERCTL
 
 BOLD, DIM, PLAIN = ("\033[1m", "\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
 
@@ -32,7 +32,7 @@ class Screen:
         self._done = [False] * len(prompts)
         self._unseen = [""] * len(prompts)
         self._place = -1  # of the text that is being shown
-        self._ask_status = [str(BIN / "workerctl"), "status", "--name", name]
+        self._ask_status = [*WORKERCTL, "status", "--name", name]
         self._status: subprocess.Popen[str] | None = None
 
     def on_token(self, place: int, token: int) -> None:
