@@ -6,8 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workerproto.client import Client
+import pytest
+
+from engine_stub.engine import Engine
+from engine_stub.request import Params
+from workerproto.client import Client, GangFailed
 from workerproto.rundir import endpoint_of
+from workerproto.testing.fake_model import continuation
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,3 +35,22 @@ def test_it_is_found_by_its_name_and_leaves_nothing_behind(run_dir: Path) -> Non
         finally:
             process.kill()
     assert not list(run_dir.iterdir())
+
+
+def test_it_refuses_restarts_and_fails_as_it_is_told(run_dir: Path) -> None:
+    """Every token is right all the same, up to the failure."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "proto")}
+    told = ["--refuse-every", "7", "--restart-every", "10", "--fail-at", "45"]
+    command = [sys.executable, "-m", "workerproto.testing.fake_worker", "--name", "demo", *told]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            with Client(endpoint_of("demo", os.environ)) as client:
+                engine = Engine(client)
+                assert engine.generate([[1, 2]], Params(12))[0].tokens == continuation([1, 2], 12, 1000)
+                assert client.epoch > 1
+                with pytest.raises(GangFailed, match="the gang failed on rank 0: made to fail at step 45"):
+                    engine.generate([[3]], Params(100))
+        finally:
+            process.kill()

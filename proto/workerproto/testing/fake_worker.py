@@ -24,6 +24,7 @@ import zmq
 
 from workerproto.rundir import endpoint_of, gang_directory
 from workerproto.testing.fake_gang import FakeGang, fake_facts
+from workerproto.testing.unruly_gang import UnrulyGang
 
 MAX_FRAME_BYTES = 64 * 2**20
 
@@ -124,6 +125,11 @@ def main() -> None:
     for option, default in (("num-blocks", 256), ("block-size", 16), ("vocabulary", 1000), ("max-model-len", 512)):
         parser.add_argument(f"--{option}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--pp", type=int, default=1, help="stages that it says it has (default: 1)")
+    for option, what in (
+        ("refuse-every", "refuse each such step"), ("restart-every", "fail there, and be back in the next epoch"),
+        ("fail-at", "fail for good at this step"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{option}", type=int, default=0, metavar="N", help=f"{what} (default: never)")
     args = parser.parse_args()
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, lambda *_: sys.exit(0))
@@ -134,13 +140,17 @@ def main() -> None:
         max_model_len=args.max_model_len,
         pp=args.pp,
     )
+    gang = UnrulyGang(
+        facts, delay_s=args.delay_ms / 1000, refuse_every=args.refuse_every, restart_every=args.restart_every,
+        fail_at=args.fail_at,
+    )  # fmt: skip
     folder: Path | None = None
     try:
         if args.name:
             args.endpoint = endpoint_of(args.name, os.environ)
             folder = gang_directory(args.name, os.environ)
             folder.mkdir(mode=0o700, parents=True)
-        with FakeWorker(args.endpoint, FakeGang(facts, delay_s=args.delay_ms / 1000)) as worker:
+        with FakeWorker(args.endpoint, gang) as worker:
             print(f"READY {worker.endpoint}", flush=True)
             signal.pause()
     except FileExistsError:
