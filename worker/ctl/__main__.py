@@ -21,6 +21,8 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "doctor": Command("doctor", "doctor", "check before a start", "workerctl doctor --model DIR -tp 2"),
+    "plan": Command("plan", "plan", "would a model fit", "workerctl plan --model DIR --gpu-memory 141GB"),
     "up": Command("up", "up", "start a gang", "workerctl up --model DIR -tp 1 -pp 2 --name demo --detach"),
     "status": Command("status", "show", "show a gang", "workerctl status --name demo --watch"),
     "memory": Command("memory", "memory", "where each rank's memory went", "workerctl memory --name demo"),
