@@ -160,6 +160,25 @@ def test_failure_answers_everything_and_a_restart_keeps_the_lease() -> None:
     assert wire.got[-1].seq == 2
 
 
+def test_after_a_restart_the_old_epoch_is_fenced_on_both_sides() -> None:
+    """Its steps are in error and take nothing back; its answers and events break the spec."""
+    wire = Wire().attach()
+    _, old_step = wire.session.step(Step())
+    wire.do(lambda gang: gang.fail(restarts=True))
+    wire.do(FakeGang.restart)
+    seq, new_step = wire.session.step(Step())
+    wire.send(old_step)
+    error = wire.got[-1].message
+    assert isinstance(error, Error)
+    assert (error.code, error.seq, error.bound) == (ErrorCode.BAD_EPOCH, seq, "2")
+    wire.send(new_step)
+    assert (wire.got[-1].seq, type(wire.got[-1].message)) == (seq, Result)
+    wire.session.step(Step())
+    for make in (frames(Kind.RESULT, RESULT, seq + 1, 1), frames(Kind.EVENT, encode_body(Event("READY", 1)))):
+        with pytest.raises(RemoteStateError, match="of epoch 1 came in epoch 2"):
+            wire.session.receive(make(wire.session))
+
+
 def test_a_ping_is_answered() -> None:
     session = Wire().attach().session
     received, reply = session.receive([Header(Kind.PING, 0, 1, session.lease).encode(), b""])
