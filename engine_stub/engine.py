@@ -88,6 +88,7 @@ class Engine:
         self._resync = False
         self._start_over = False
         self._lost = False  # with an epoch
+        self._waits_for_event = False
 
     def generate(
         self,
@@ -142,7 +143,12 @@ class Engine:
                 self._refused = False
                 return self.scheduler.receive(answer)
             case Error(code=ErrorCode.NOT_READY | ErrorCode.BAD_EPOCH):
-                pass  # sent before the news that the gang drains, or has failed, was here
+                self._start_over = True  # sent before the news that the gang sleeps, drains, or has failed, was here
+            case Error(code=ErrorCode.BARRIER):
+                # The gang does what an operator has asked for; an Event says when it is done.
+                self._start_over = self._waits_for_event = True
+            case Error(code=ErrorCode.BAD_SEQUENCE) if self._start_over:
+                pass  # sent behind such a step
             case Refused(code=RefusalCode.AFTER_REFUSAL):
                 pass  # sent before the news of the refusal
             case Refused():
@@ -155,7 +161,9 @@ class Engine:
                 raise StepRejected(seq, answer)
             case Event(state=Gang.FAILED):
                 self._lost = self._start_over = True
-                self._refused = self._resync = False
+                self._refused = self._resync = self._waits_for_event = False
+            case Event():
+                self._waits_for_event = False
             case Bye() if self._client.failure is not None:
                 raise GangFailed(self._client.failure)
             case Bye():
@@ -165,7 +173,9 @@ class Engine:
     def _goes_on(self) -> bool:
         """Whether a step may be made. What did not happen is planned anew, once everything is answered."""
         client = self._client
-        if client.state is not Gang.READY or client.facts is None or (self._start_over and client.unanswered):
+        if client.state is not Gang.READY or client.facts is None or self._waits_for_event:
+            return False
+        if self._start_over and client.unanswered:
             return False
         if self._start_over:
             self.facts, left = client.facts, self.scheduler

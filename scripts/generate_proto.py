@@ -20,9 +20,10 @@ from msgspec import inspect
 
 from proto_exchanges import Done, Said, exchanges
 from proto_vectors import LIMITS, stories, valid_frames, wrong_frames
-from workerproto import messages
+from workerproto import messages, operations
 from workerproto.codec import HEADER_BYTES, WireError, decode_body, decode_header, encode_body
-from workerproto.messages import BODIES, INTEGER_MAX, Step
+from workerproto.fields import INT32_MAX, INTEGER_MAX
+from workerproto.messages import BODIES, Step
 from workerproto.states import GANG, LEASE, REQUEST, Gang, Lease, Request
 from workerproto.steps import Refusal
 from workerproto.validate import StepValidator
@@ -35,7 +36,9 @@ Plain = dict[str, Any]
 def plain(value: object, field: str = "") -> Any:
     """A message as JSON has it: structs are objects by field name, packed members are lists of numbers."""
     if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name), name) for name in value.__struct_fields__}
+        config = value.__struct_config__
+        tag = {config.tag_field: config.tag} if config.tag_field else {}
+        return tag | {name: plain(getattr(value, name), name) for name in value.__struct_fields__}
     if isinstance(value, memoryview):
         if len(value) % 4:
             return {"hex": bytes(value).hex()}
@@ -200,7 +203,7 @@ def schemas() -> Iterator[tuple[str, Plain]]:
     for kind, body in BODIES.items():
         (schema,), components = msgspec.json.schema_components([body], ref_template="#/$defs/{name}")
         for name, component in components.items():
-            _name_members(component, getattr(messages, name))
+            _name_members(component, (vars(messages) | vars(operations))[name])
         title = f"body of kind {int(kind)}, {kind.name}"
         head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
         yield kind.name.lower(), head | schema | {"$defs": components}
@@ -208,9 +211,11 @@ def schemas() -> Iterator[tuple[str, Plain]]:
 
 def _name_members(component: Plain, struct: type[msgspec.Struct]) -> None:
     """Say of an array's members what they are called, and of packed ones what they hold."""
-    members = component.get("prefixItems") or list(component.get("properties", {}).values())
     if component.get("enum"):
         return
+    tag = struct.__struct_config__.tag_field
+    named = {name: member for name, member in component.get("properties", {}).items() if name != tag}
+    members = component.get("prefixItems") or list(named.values())
     for name, member in zip(struct.__struct_fields__, members, strict=True):
         if "prefixItems" in component:
             member["title"] = name
@@ -235,10 +240,13 @@ def field_cells(struct: type[msgspec.Struct]) -> list[list[str]]:
     return found
 
 
+_POWERS = {INTEGER_MAX: "2^53-1", INT32_MAX: "2^31-1"}
+
+
 def _kind_and_bounds(kind: inspect.Type, name: str) -> tuple[str, str]:
     match kind:
         case inspect.IntType(ge=least, le=most):
-            return "int", f"{least} … {'2^53-1' if most == INTEGER_MAX else '2^31-1'}"
+            return "int", f"{least} … {_POWERS.get(most or 0, most)}"
         case inspect.FloatType(gt=above, ge=least, le=most):
             return "float", f"{least} … {most}" if above is None else f"above {above} … {most}"
         case inspect.StrType(max_length=most):

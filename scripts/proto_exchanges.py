@@ -10,7 +10,8 @@ import msgspec
 
 from proto_vectors import LEASE, OTHER_LEASE, RESYNC, SAMPLE, Row, new, step
 from workerproto.codec import Header, encode_body
-from workerproto.messages import Bye, Control, HeaderFlag, Hello, Kind, Message, Sample, Step
+from workerproto.messages import Bye, HeaderFlag, Hello, Kind, Message, Sample, Step
+from workerproto.operations import ConfigureKv, Drain, Part, Sleep, UpdateBegin, UpdateChunk, UpdateFinish, Wake
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 
 
@@ -102,7 +103,6 @@ def _sequences(stage: Stage) -> None:
     stage.step(1, step(), epoch=2)
     stage.say("A", Kind.STEP, step(), 1, lease=OTHER_LEASE)
     stage.say("A", Kind.SAMPLE, Sample(1, memoryview(b""), memoryview(b"")), 1)
-    stage.say("A", Kind.CONTROL, Control("sleep"), 1)
     stage.step(1, step(), int(HeaderFlag.SAMPLE_FOLLOWS))
     stage.say("A", Kind.RESULT)
     stage.frames("A", b"RNKD", b"")
@@ -143,6 +143,43 @@ def _epochs(stage: Stage) -> None:
     stage.step(4, step(), epoch=2)
 
 
+def _operations(stage: Stage) -> None:
+    stage.say("A", Kind.HELLO, Hello())
+    stage.step(1, PROMPT)
+    stage.say("A", Kind.CONTROL, Sleep(), 2)  # a request holds a block
+    stage.do("answers are held back", stage.gang.hold_back)
+    stage.step(3, step(finished=(7,)))  # no RESYNC: a refused operation leaves no refusal pending
+    stage.say("A", Kind.CONTROL, Sleep(1, [Part.KV_CACHE]), 4)
+    stage.step(5, PROMPT)
+    stage.do("answers are released", stage.gang.release)
+    stage.step(5, PROMPT)
+    stage.say("A", Kind.CONTROL, Sleep(1, [Part.KV_CACHE]), 5)
+    stage.say("A", Kind.CONTROL, UpdateBegin(), 6)
+    stage.say("A", Kind.CONTROL, Wake(), 7)
+    stage.say("A", Kind.CONTROL, Wake(), 8)
+    stage.say("A", Kind.CONTROL, UpdateChunk("/models/new"), 9)
+    stage.say("A", Kind.CONTROL, UpdateBegin(), 10)
+    stage.step(11, PROMPT)
+    stage.say("A", Kind.CONTROL, UpdateChunk("/models/new"), 11)
+    stage.say("A", Kind.CONTROL, Sleep(), 12)
+    stage.say("A", Kind.CONTROL, UpdateFinish("new"), 13)
+    stage.say("A", Kind.CONTROL, UpdateBegin(), 14)
+    stage.say("A", Kind.BYE, Bye())  # in the middle of an update
+    stage.say("B", Kind.HELLO, Hello())
+    stage.step(1, PROMPT, peer="B")
+    stage.say("B", Kind.CONTROL, ConfigureKv(4), 2)
+    stage.say("B", Kind.CONTROL, Drain(), 3)
+
+
+def _cache(stage: Stage) -> None:
+    stage.say("A", Kind.HELLO, Hello())
+    stage.step(1, PROMPT)
+    stage.say("A", Kind.CONTROL, Wake(), 1)
+    stage.say("A", Kind.CONTROL, ConfigureKv(9), 2)
+    stage.say("A", Kind.CONTROL, ConfigureKv(6), 3)
+    stage.say("A", Kind.CONTROL, ConfigureKv(5), 4)
+
+
 def exchanges() -> dict[str, list[Said | Done]]:
     """By name, what is said in each."""
     stories = {
@@ -151,13 +188,18 @@ def exchanges() -> dict[str, list[Said | Done]]:
         "frames that count as never sent": _sequences,
         "leases": _leases,
         "epochs": _epochs,
+        "operations": _operations,
+        "a cache to be configured": _cache,
     }
     facts = fake_facts(num_blocks=8, block_size=4, vocabulary=100, max_model_len=16)
     facts = msgspec.structs.replace(facts, limits=msgspec.structs.replace(facts.limits, frame_bytes=4096))
     found = {}
     for name, story in stories.items():
         stages: list[Stage] = []
-        gang = FakeGang(facts, ready=name != "epochs", clock=lambda stages=stages: stages[0].now)  # type: ignore[misc]  # the default binds
+        gang = FakeGang(
+            facts, ready=story is not _epochs, awaits_kv=story is _cache,
+            clock=lambda stages=stages: stages[0].now,  # type: ignore[misc]  # the default binds
+        )  # fmt: skip
         stages.append(Stage(gang))
         story(stages[0])
         found[name] = stages[0].script

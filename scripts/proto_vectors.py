@@ -14,7 +14,6 @@ from workerproto.codec import Header, pack
 from workerproto.messages import (
     Bye,
     Cache,
-    Control,
     Done,
     Error,
     ErrorCode,
@@ -36,6 +35,17 @@ from workerproto.messages import (
     Sampling,
     Step,
     Welcome,
+)
+from workerproto.operations import (
+    ConfigureKv,
+    Drain,
+    Part,
+    Profile,
+    Sleep,
+    UpdateBegin,
+    UpdateChunk,
+    UpdateFinish,
+    Wake,
 )
 from workerproto.steps import StepLimits
 
@@ -165,7 +175,15 @@ def valid_frames() -> list[Frame]:
             ),
         ),
         Frame("sample", to_gang(Kind.SAMPLE, 5), Sample(4, pack([0]), pack([-1, 1]))),
-        Frame("control", to_gang(Kind.CONTROL, 6), Control("drain")),
+        Frame("drain", to_gang(Kind.CONTROL, 6), Drain()),
+        Frame("configure_kv", to_gang(Kind.CONTROL, 1), ConfigureKv(4096)),
+        Frame("sleep", to_gang(Kind.CONTROL, 6), Sleep(2, [Part.KV_CACHE])),
+        Frame("sleep, all at level 1", to_gang(Kind.CONTROL, 6), Sleep(), b"\x81\xa2op\xa5sleep"),
+        Frame("wake", to_gang(Kind.CONTROL, 7), Wake([Part.WEIGHTS, Part.RUNTIME])),
+        Frame("update_begin", to_gang(Kind.CONTROL, 8), UpdateBegin(True)),
+        Frame("update_chunk", to_gang(Kind.CONTROL, 9), UpdateChunk("/models/step-100", "sha256:0123")),
+        Frame("update_finish", to_gang(Kind.CONTROL, 10), UpdateFinish("policy, step 100")),
+        Frame("profile", to_gang(Kind.CONTROL, 11), Profile(True, 10)),
         Frame("result without rows", to_gang(Kind.RESULT, 1), Result(), b"\x90"),
         Frame("result", to_gang(Kind.RESULT, 3), Result(pack([17, 4095]), 0, timings_us=pack([40, 0, 7600, 210]))),
         Frame(

@@ -72,6 +72,7 @@ class GangConfig:
     seed: int
     block_size: int
     memory: MemoryConfig
+    kv_config: str  # who says how many blocks: "coordinator" or "scheduler"
     max_rows: int  # per step
     max_tokens: int  # per step
     max_model_len: int
@@ -143,6 +144,7 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         seed=options.seed,
         block_size=options.block_size,
         memory=_memory(options, device, environment),
+        kv_config=options.kv_config,
         max_rows=options.max_num_seqs,
         max_tokens=options.max_num_batched_tokens,
         max_model_len=model.resolve_context(wanted or min(model.longest_context, LONGEST_BY_DEFAULT)),

@@ -1,6 +1,6 @@
 """What coordinator and ranks say to each other; nobody else reads it.
 
-*Step sockets* speak the public envelope (header and body) with the gang's own sequence, plus the three kinds below.
+*Step sockets* speak the public envelope (header and body) with the gang's own sequence, plus the kinds below.
 *Control sockets* carry one frame a message: msgpack maps, told apart by their `type`.
 """
 
@@ -17,6 +17,7 @@ from workerproto.codec import HEADER_BYTES, MAGIC, VERSION
 RESET = 64  # to ranks: a lease ended, forget all requests
 RESET_DONE = 65  # from the output rank: body is the number of requests dropped, msgpack
 STOP = 66  # to ranks: leave, everything before is done
+PERFORM = 67  # to ranks: carry out the operation that was proposed last; all of you have agreed to it
 
 _HEADER = struct.Struct("<4sBBHIIQ")
 
@@ -130,6 +131,31 @@ class Refusal(_Message, frozen=True):
     field: str
 
 
+class Agreed(_Message, frozen=True):
+    """This rank can carry out the operation of this sequence, and will once told to."""
+
+    seq: int
+
+
+class Declined(_Message, frozen=True):
+    """This rank cannot; `refused` is the body of the public answer."""
+
+    seq: int
+    refused: msgspec.Raw
+
+
+class Performed(_Message, frozen=True):
+    """It is done on this rank. `event`: what it does to the gang's state (states.GangEvent), the same on all ranks;
+    `report` is the rank's map in the public Done. `weights_id`: if other weights are in force now.
+    """
+
+    seq: int
+    op: str
+    event: str | None
+    report: msgspec.Raw
+    weights_id: str | None = None
+
+
 class RankFault(_Message, frozen=True):
     """The rank's own account of its end. `peer`: it broke because another did; `limit`: it waited too long."""
 
@@ -183,8 +209,9 @@ class Stop(_Message, frozen=True):
 
 
 FromRank = (
-    Hello | Present | Phase | Note | Loaded | KvOffer | Warm | Memory | Heartbeat | Refusal | RankFault | StopAsked
-)
+    Hello | Present | Phase | Note | Loaded | KvOffer | Warm | Memory | Heartbeat | Refusal | Agreed | Declined
+    | Performed | RankFault | StopAsked
+)  # fmt: skip
 ToRank = Welcome | Proceed | KvConfig | LogLevel | Stop
 
 _encoder = msgspec.msgpack.Encoder()

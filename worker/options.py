@@ -15,6 +15,7 @@ from workerproto.rundir import DEFAULT_NAME
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DEVICES = ("auto", "cuda", "cpu", "fake")
+KV_CONFIGS = ("coordinator", "scheduler")
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -62,6 +63,10 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--enable-sleep-mode", action="store_true", help="let memory be given back by sleep (on cpu it always can)")
     add("--memory-probe", metavar="MODULE:CLASS", help="in place of the device's own view of its memory")
+    add(
+        "--kv-config", choices=KV_CONFIGS, default=KV_CONFIGS[0],
+        help="who sets the number of blocks: the coordinator, to the most there can be; or the scheduler that attaches",
+    )  # fmt: skip
     add("--max-num-seqs", type=int, default=256, metavar="ROWS", help="rows of a step (%(default)s)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="tokens of a step (%(default)s)")
     add("--max-model-len", type=int, metavar="POSITIONS", help="of a request; default: as many as can be, up to 8192")

@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import msgspec
 
 from workerproto.codec import HEADER_BYTES, Header, WireError, decode_body, decode_header, encode_body
-from workerproto.messages import Facts, Kind, Message, Packed, Result, Step
+from workerproto.fields import Packed
+from workerproto.messages import Facts, Kind, Message, Result, Step
 
 MAGIC = b"RKRC"
 VERSION = 1

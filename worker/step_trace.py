@@ -6,8 +6,9 @@
 Record number n (from 0) stands in slot n mod slots; `begun` counts them, so the newest is the one under way. Its words:
 sequence; rows | tokens << 32; samples | graph << 32 (rows of the captured graph that was replayed, 0: none);
 live requests | blocks in use << 32; the marks below; device time in ns (0: not measured); flags (1: refused, 2: a
-reset, 4: a record of the coordinator). A mark is the end of what it is named for and the begin of the next, in ns of
-CLOCK_MONOTONIC: one clock for every process of a host. It is 0 if the step has not come so far, or has no such part.
+reset, 4: a record of the coordinator, 8: an operation). A mark is the end of what it is named for and the begin of the
+next, in ns of CLOCK_MONOTONIC: one clock for every process of a host. It is 0 if the step has not come so far, or has
+no such part.
 
 `done` is the end of the compute thread's part. Where the device runs behind the host, `copied` comes later, from the
 completion thread: results are on the host; fewer steps are in flight than slots, so its record is still there.
@@ -36,7 +37,7 @@ MARKS = (
 )  # fmt: skip
 WAITING, RECEIVED, VALIDATED, BUILT, ARRIVED, FORWARDED, SENT, SAMPLED, COPIED, DONE = range(4, 14)
 _DEVICE, _FLAGS = 14, 15
-FLAG_REFUSED, FLAG_RESET, FLAG_RELAYED = 1, 2, 4
+FLAG_REFUSED, FLAG_RESET, FLAG_RELAYED, FLAG_OPERATION = 1, 2, 4, 8
 
 _HEADER = struct.Struct("<4sIII")
 _FIRST = HEADER_BYTES // 8

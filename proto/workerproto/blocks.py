@@ -78,6 +78,10 @@ class BlockOwners:
         """Positions up to `ends` (in 1 … block_size) of each of these distinct blocks are written by this step."""
         self._transaction.assign(self._written, blocks, ends)
 
+    def forget_written(self) -> None:
+        """The cache has lost its content. Who owns what stays as it is; this cannot be taken back."""
+        self._written[:] = 0
+
     def judge_prefix(self, blocks: Int32Array, request: int, field: str) -> None:
         """Refuse a prefix over positions that nothing has written."""
         holes = self._written[blocks] < self._block_size

@@ -20,6 +20,7 @@ from typing import Self
 import zmq
 
 from workerproto.messages import Bye, Error, ErrorCode, Event, Facts, Kind, Step, Welcome
+from workerproto.operations import Control
 from workerproto.session import Frames, Received, Session
 from workerproto.states import Gang, RemoteStateError
 
@@ -159,6 +160,15 @@ class Client:
         credit.
         """
         seq, frames = self._session.step(step, resync)
+        self._send(frames)
+        return seq
+
+    def control(self, operation: Control) -> int:
+        """Send an operation and return its sequence; its one answer is Done or Refused, or an Error before it counted.
+
+        Raises LocalStateError without lease, in a state of the gang that takes none, or while another is unanswered.
+        """
+        seq, frames = self._session.control(operation)
         self._send(frames)
         return seq
 

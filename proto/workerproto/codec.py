@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from workerproto.messages import BODIES, INTEGER_MAX, ErrorCode, HeaderFlag, Kind, Message, Packed
+from workerproto.fields import INTEGER_MAX, Packed
+from workerproto.messages import BODIES, ErrorCode, HeaderFlag, Kind, Message
 
 MAGIC = b"RNKD"
 VERSION = 1

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from workerproto.codec import WireError
-from workerproto.messages import INT32_MAX, New, RefusalCode, Resume, Sampling, Step
+from workerproto.fields import INT32_MAX
+from workerproto.messages import New, RefusalCode, Resume, Sampling, Step
 from workerproto.steps import Refusal
 
 MOST_BYTES = 2**20

@@ -11,22 +11,13 @@ whose only number is a double can speak this wire; ids, tokens and blocks are in
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag, StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-INT32_MAX = 2**31 - 1
-INTEGER_MAX = 2**53 - 1
-
-Count = Annotated[int, Meta(ge=0, le=INTEGER_MAX)]
-Id = Annotated[int, Meta(ge=0, le=INT32_MAX)]
-Text = Annotated[str, Meta(max_length=65536)]
-Name = Annotated[str, Meta(max_length=256)]
-Packed = memoryview
-"""int32 (or, where said, float32) values, little-endian, unaligned. Decoded as a view into the received frame."""
-
-EMPTY = memoryview(b"")
+from workerproto.fields import EMPTY, INT32_MAX, INTEGER_MAX, ArrayBody, Count, Id, MapBody, Name, Packed, Text
+from workerproto.operations import Control
 
 
 class Kind(IntEnum):
@@ -82,11 +73,12 @@ class ErrorCode(StrEnum):
     BAD_SEQUENCE = "BAD_SEQUENCE"
     NO_CREDIT = "NO_CREDIT"
     NOT_READY = "NOT_READY"
+    BARRIER = "BARRIER"
     NOT_IMPLEMENTED = "NOT_IMPLEMENTED"
 
 
 class RefusalCode(StrEnum):
-    """Second tier: the ranks' answer to a step. Its sequence is consumed and nothing in it happened."""
+    """Second tier: the ranks' answer to a step or a Control. Its sequence is consumed and nothing in it happened."""
 
     MALFORMED = "MALFORMED"
     AFTER_REFUSAL = "AFTER_REFUSAL"
@@ -112,26 +104,28 @@ class RefusalCode(StrEnum):
     TOO_MANY_TOKENS = "TOO_MANY_TOKENS"
     TOO_MANY_ROWS = "TOO_MANY_ROWS"
     TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
+    REQUESTS_LIVE = "REQUESTS_LIVE"
+    ASLEEP = "ASLEEP"
+    NOT_ASLEEP = "NOT_ASLEEP"
+    UPDATING = "UPDATING"
+    NOT_UPDATING = "NOT_UPDATING"
+    WEIGHTS_INVALID = "WEIGHTS_INVALID"
+    AWAITING_KV = "AWAITING_KV"
+    KV_CONFIGURED = "KV_CONFIGURED"
+    BAD_ARGUMENT = "BAD_ARGUMENT"
+    NOT_POSSIBLE = "NOT_POSSIBLE"
     NOT_IMPLEMENTED = "NOT_IMPLEMENTED"
 
 
-class _Map(Struct, frozen=True, forbid_unknown_fields=True):
-    """A body that is a msgpack map; unknown fields are refused."""
-
-
-class _Array(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A body that is a msgpack array; additional members are refused."""
-
-
-class Hello(_Map, frozen=True):
+class Hello(MapBody, frozen=True):
     """Attach with the lease in the header. `takeover` ends the lease of whoever holds the gang."""
 
     client: Name = ""
-    features: list[Name] = []
+    features: list[Name] = msgspec.field(default_factory=list)
     takeover: bool = False
 
 
-class Cache(_Map, frozen=True):
+class Cache(MapBody, frozen=True):
     """The KV cache as configured. `available_bytes` has one member a rank, in rank order."""
 
     num_blocks: Count
@@ -142,7 +136,7 @@ class Cache(_Map, frozen=True):
     available_bytes: list[Count]
 
 
-class Limits(_Map, frozen=True):
+class Limits(MapBody, frozen=True):
     """What a scheduler must keep to; validity of a step depends on these and on the stream before it alone."""
 
     steps_in_flight: Count
@@ -153,7 +147,7 @@ class Limits(_Map, frozen=True):
     logprobs: Count
 
 
-class Facts(_Map, frozen=True):
+class Facts(MapBody, frozen=True):
     """What is known once the gang is READY."""
 
     model: Name
@@ -167,17 +161,17 @@ class Facts(_Map, frozen=True):
     limits: Limits
 
 
-class Welcome(_Map, frozen=True):
+class Welcome(MapBody, frozen=True):
     """The lease is held. `facts` is null until the gang is READY; it then comes by Event."""
 
     state: Name
     lease_timeout_ms: Count
-    features: list[Name] = []
+    features: list[Name] = msgspec.field(default_factory=list)
     requests_dropped: Count = 0
     facts: Facts | None = None
 
 
-class Error(_Map, frozen=True):
+class Error(MapBody, frozen=True):
     """First tier. `expected_seq` is the next sequence of the lease, where the sender holds one."""
 
     code: ErrorCode
@@ -189,14 +183,14 @@ class Error(_Map, frozen=True):
     message: Text = ""
 
 
-class Bye(_Map, frozen=True):
+class Bye(MapBody, frozen=True):
     """The end of a lease: from the scheduler a good-bye, from the coordinator a notice."""
 
     code: Name = ""
     message: Text = ""
 
 
-class Fault(_Map, frozen=True):
+class Fault(MapBody, frozen=True):
     """The first cause of a failure; `code` is the gang's exit code."""
 
     code: Count
@@ -208,7 +202,7 @@ class Fault(_Map, frozen=True):
     traceback: Text = ""
 
 
-class Event(_Map, frozen=True):
+class Event(MapBody, frozen=True):
     """The gang changed state. After FAILED nothing of that epoch follows: every later step's effect is lost."""
 
     state: Name
@@ -218,7 +212,7 @@ class Event(_Map, frozen=True):
     fault: Fault | None = None
 
 
-class Sampling(_Array, frozen=True):
+class Sampling(ArrayBody, frozen=True):
     """How a request's tokens are drawn.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. A draw depends on (logits, seed, position of the new
@@ -233,7 +227,7 @@ class Sampling(_Array, frozen=True):
     logprobs: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = -1
 
 
-class New(_Array, frozen=True):
+class New(ArrayBody, frozen=True):
     """A request that starts. Its first `computed / block_size` blocks are shared prefix, the others are granted to
     it.
     """
@@ -245,7 +239,7 @@ class New(_Array, frozen=True):
     sampling: Sampling
 
 
-class Resume(_Array, frozen=True):
+class Resume(ArrayBody, frozen=True):
     """A preempted request that goes on, with every token known by now; its sampling is the one it came with."""
 
     id: Id
@@ -254,12 +248,12 @@ class Resume(_Array, frozen=True):
     computed: Id
 
 
-class Step(_Array, frozen=True):
+class Step(ArrayBody, frozen=True):
     """One forward pass. The last nine members are packed int32; `positions`, `counts`, `row_flags` and `grant_counts`
     have one value a row, `grants` has sum(grant_counts) and `forced` the inputs of the FORCED rows, in row order."""
 
-    new: list[New] = []
-    resumed: list[Resume] = []
+    new: list[New] = msgspec.field(default_factory=list)
+    resumed: list[Resume] = msgspec.field(default_factory=list)
     finished: Packed = EMPTY
     preempted: Packed = EMPTY
     ids: Packed = EMPTY
@@ -271,7 +265,7 @@ class Step(_Array, frozen=True):
     forced: Packed = EMPTY
 
 
-class Sample(_Array, frozen=True):
+class Sample(ArrayBody, frozen=True):
     """Grammar masks for an open step. Not implemented yet: refused by type."""
 
     step: Count
@@ -279,13 +273,7 @@ class Sample(_Array, frozen=True):
     masks: Packed
 
 
-class Control(Struct, frozen=True):
-    """An operation in the ordered stream. Not implemented yet: refused by type, whatever its arguments."""
-
-    op: Name
-
-
-class Result(_Array, frozen=True):
+class Result(ArrayBody, frozen=True):
     """The answer to an accepted step.
 
     tokens: int32, one a SAMPLE row, in row order. nonfinite: SAMPLE rows whose logits held a NaN or an infinity.
@@ -303,7 +291,7 @@ class Result(_Array, frozen=True):
     timings_us: Packed = EMPTY
 
 
-class Refused(_Map, frozen=True):
+class Refused(MapBody, frozen=True):
     """Second tier. `cause_seq` is the sequence of the primary refusal: the step's own, or with AFTER_REFUSAL an
     earlier one.
     """
@@ -317,16 +305,20 @@ class Refused(_Map, frozen=True):
     message: Text = ""
 
 
-class Done(_Map, frozen=True):
+Report = dict[str, msgspec.Raw]
+"""What one rank says of an operation; the names are the operation's."""
+
+
+class Done(MapBody, frozen=True):
     """The answer to a Control: one report a rank, in rank order."""
 
     op: Name
-    report: list[dict[str, msgspec.Raw]] = []
+    report: list[Report] = msgspec.field(default_factory=list)
 
 
 Message = Hello | Welcome | Error | Bye | Event | Step | Sample | Control | Result | Refused | Done
 
-BODIES: dict[Kind, type[Struct]] = {
+BODIES: dict[Kind, Any] = {
     Kind.HELLO: Hello,
     Kind.WELCOME: Welcome,
     Kind.ERROR: Error,
@@ -339,4 +331,6 @@ BODIES: dict[Kind, type[Struct]] = {
     Kind.REFUSED: Refused,
     Kind.DONE: Done,
 }
-"""The body of each kind. PING and PONG have none: their second frame is empty."""
+"""The type of each kind's body; CONTROL has one for each operation. PING and PONG have none: their second frame is
+empty.
+"""

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workerproto.codec import Int32Array, unpack
-from workerproto.messages import Packed, RefusalCode, RowFlag, Step
+from workerproto.fields import Packed
+from workerproto.messages import RefusalCode, RowFlag, Step
 from workerproto.steps import Refusal, RequestTable, StepLimits
 
 # As plain integers: an operation with an IntFlag makes another one, which takes microseconds.

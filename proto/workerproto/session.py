@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
 from workerproto.messages import (
     Bye,
+    Done,
     Error,
     ErrorCode,
     Event,
@@ -26,8 +27,10 @@ from workerproto.messages import (
     Step,
     Welcome,
 )
+from workerproto.operations import Control
 from workerproto.states import (
     LEASE,
+    OPERABLE,
     Gang,
     Lease,
     LeaseEvent,
@@ -37,8 +40,12 @@ from workerproto.states import (
 )
 
 Frames = tuple[bytes, bytes]
-Answer = Welcome | Result | Refused | Error | Event | Bye
-_EXPECTED = frozenset({Kind.WELCOME, Kind.RESULT, Kind.REFUSED, Kind.ERROR, Kind.EVENT, Kind.BYE, Kind.PING, Kind.PONG})
+Answer = Welcome | Result | Refused | Done | Error | Event | Bye
+_EXPECTED = frozenset(
+    {
+        Kind.WELCOME, Kind.RESULT, Kind.REFUSED, Kind.DONE, Kind.ERROR, Kind.EVENT, Kind.BYE, Kind.PING, Kind.PONG,
+    }
+)  # fmt: skip
 
 
 class Received(NamedTuple):
@@ -65,6 +72,7 @@ class Session:
         self._machine: Machine[Lease, LeaseEvent] = Machine(LEASE, Lease.NONE)
         self._next_seq = 1
         self._unanswered: deque[int] = deque()
+        self._operation = 0  # sequence of the Control that is unanswered
 
     @property
     def held(self) -> bool:
@@ -77,12 +85,12 @@ class Session:
     @property
     def unanswered(self) -> int:
         """Steps sent whose answer has not come."""
-        return len(self._unanswered)
+        return len(self._unanswered) - bool(self._operation)
 
     @property
     def credit(self) -> int:
-        """Steps that may be sent before the next answer; 0 while the gang is not READY."""
-        if not self.held or self.state is not Gang.READY or self.facts is None:
+        """Steps that may be sent before the next answer; 0 while the gang is not READY, or carries out a Control."""
+        if not self.held or self.state is not Gang.READY or self.facts is None or self._operation:
             return 0
         return self.facts.limits.steps_in_flight - len(self._unanswered)
 
@@ -96,15 +104,34 @@ class Session:
         if not self.held:
             raise LocalStateError(f"a step needs the lease, which is {self._machine.state}")
         if self.credit < 1:
+            self._judge_barrier()
             raise LocalStateError(
                 f"no credit: {self.unanswered} steps are unanswered"
                 if self.state is Gang.READY
                 else f"a step needs a READY gang, this one is {self.state}"
             )
+        return self._ordered(Kind.STEP, step, int(HeaderFlag.RESYNC) if resync else 0)
+
+    def control(self, operation: Control) -> tuple[int, Frames]:
+        """An operation and its sequence; until its answer nothing else is taken. Raises LocalStateError without lease,
+        in a state of the gang that takes none, or while another is unanswered.
+        """
+        if not self.held:
+            raise LocalStateError(f"a Control needs the lease, which is {self._machine.state}")
+        self._judge_barrier()
+        if self.state not in OPERABLE:
+            raise LocalStateError(f"the gang takes no Control: it is {self.state}")
+        self._operation = self._next_seq
+        return self._ordered(Kind.CONTROL, operation)
+
+    def _judge_barrier(self) -> None:
+        if self._operation:
+            raise LocalStateError(f"Control {self._operation} is unanswered: nothing is taken until then")
+
+    def _ordered(self, kind: Kind, body: Message, flags: int = 0) -> tuple[int, Frames]:
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         self._unanswered.append(seq)
-        flags = int(HeaderFlag.RESYNC) if resync else 0
-        return seq, (Header(Kind.STEP, flags, self.epoch, self.lease, seq).encode(), encode_body(step))
+        return seq, (Header(kind, flags, self.epoch, self.lease, seq).encode(), encode_body(body))
 
     def ping(self) -> Frames:
         return self._frames(Kind.PING)
@@ -166,6 +193,11 @@ class Session:
         if not self._unanswered or header.seq != self._unanswered[0]:
             expected = self._unanswered[0] if self._unanswered else "none"
             raise RemoteStateError(f"the answer to step {header.seq} came, the next to be answered is {expected}")
+        operated = header.seq == self._operation
+        if isinstance(message, Done) != operated and not isinstance(message, Refused):
+            raise RemoteStateError(f"{header.kind.name} {header.seq} came: it answers another kind of frame")
+        if operated:
+            self._operation = 0
         return Received(self._unanswered.popleft(), message)
 
     def _take_error(self, error: Error) -> Received:
@@ -177,6 +209,8 @@ class Session:
         elif error.seq in self._unanswered and error.code is not ErrorCode.BAD_EPOCH:
             # (BAD_EPOCH is of a step that Event FAILED has answered; its sequence may be in use again.)
             self._unanswered.remove(error.seq)
+            if error.seq == self._operation:
+                self._operation = 0
             # Steps sent behind it are in error too, each by an Error of its own: the lowest is the one to go on with.
             self._next_seq = min(self._next_seq, error.seq)
         return Received(error.seq, error)
@@ -192,6 +226,7 @@ class Session:
             self.failure = event
             # Answers everything that is open: its effect is lost, and a next epoch goes on behind the last answer.
             self._unanswered.clear()
+            self._operation = 0
             self._next_seq = event.last_answered + 1
             self.facts = None
 

@@ -46,8 +46,10 @@ class GangEvent(StrEnum):
     ALL_WARM = "all ranks warm"
     SLEEP = "sleep"
     WAKE = "wake"
+    WAKE_PARTLY = "a part wakes"
     UPDATE_BEGIN = "update begins"
     UPDATE_FINISH = "update finished"
+    UPDATE_LOST = "lease ended in an update"
     DRAIN = "drain"
     DRAINED = "drained"
     STOP = "stop"
@@ -96,6 +98,14 @@ class RequestEvent(StrEnum):
     LEASE_END = "lease ended"
 
 
+_UP_STATES = (Gang.READY, Gang.ASLEEP, Gang.UPDATING)
+OPERABLE = frozenset({*_UP_STATES, Gang.AWAITING_KV})
+"""States in which a Control is taken."""
+STEPPING = frozenset({Gang.READY})
+"""States in which a step is taken."""
+WITH_FACTS = frozenset({Gang.READY, Gang.AWAITING_KV})
+"""States that Welcome and Event tell together with the gang's facts."""
+
 _RUNNING_STATES = (
     Gang.STARTING,
     Gang.ROLL_CALL,
@@ -118,10 +128,13 @@ GANG: Mapping[tuple[Gang, GangEvent], Gang] = {
     (Gang.AWAITING_KV, GangEvent.KV_CONFIGURED): Gang.WARMING,
     (Gang.WARMING, GangEvent.ALL_WARM): Gang.READY,
     (Gang.READY, GangEvent.SLEEP): Gang.ASLEEP,
+    (Gang.ASLEEP, GangEvent.SLEEP): Gang.ASLEEP,
+    (Gang.ASLEEP, GangEvent.WAKE_PARTLY): Gang.ASLEEP,
     (Gang.ASLEEP, GangEvent.WAKE): Gang.READY,
     (Gang.READY, GangEvent.UPDATE_BEGIN): Gang.UPDATING,
     (Gang.UPDATING, GangEvent.UPDATE_FINISH): Gang.READY,
-    (Gang.READY, GangEvent.DRAIN): Gang.DRAINING,
+    (Gang.UPDATING, GangEvent.UPDATE_LOST): Gang.READY,
+    **{(state, GangEvent.DRAIN): Gang.DRAINING for state in _UP_STATES},
     (Gang.DRAINING, GangEvent.DRAINED): Gang.STOPPING,
     **{(state, GangEvent.STOP): Gang.STOPPING for state in _RUNNING_STATES},
     (Gang.STOPPING, GangEvent.ALL_GONE): Gang.STOPPED,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workerproto.codec import Int32Array
-from workerproto.messages import Facts, RefusalCode, RowFlag, Sampling
+from workerproto.messages import Facts, RefusalCode, Refused, RowFlag, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,12 @@ class Refusal(ValueError):
         self.bound = str(bound)
         self.request = request if request is not None and request >= 0 else None
         self.cause = 0
+
+    def as_message(self) -> Refused:
+        """The answer on the wire, within its bounds."""
+        return Refused(
+            self.code, self.cause, self.request, self.field, self.value[:256], self.bound[:256], str(self)[:4096]
+        )
 
 
 class StartedRequest(NamedTuple):

@@ -20,8 +20,12 @@ import numpy as np
 from workerproto.blocks import BlockOwners
 from workerproto.codec import Int32Array, WireError, decode_body, unpack
 from workerproto.diagnosis import malformed
-from workerproto.messages import HeaderFlag, Kind, New, Packed, RefusalCode, Resume, RowFlag, Sampling, Step
+from workerproto.fields import Packed
+from workerproto.messages import HeaderFlag, Kind, New, RefusalCode, Resume, RowFlag, Sampling, Step
+from workerproto.operations import Control
 from workerproto.rows import judge_rows, read_rows, row_members, written_blocks
+from workerproto.standing import Standing, loses_cache
+from workerproto.states import GangEvent
 from workerproto.steps import AcceptedStep, Refusal, RequestTable, StartedRequest, StepLimits
 from workerproto.transaction import Transaction
 
@@ -42,6 +46,14 @@ class _Prefix(NamedTuple):
     field: str
 
 
+class Proposal(NamedTuple):
+    """An operation that is allowed, and what it would do to the gang's state: None for nothing."""
+
+    sequence: int
+    operation: Control
+    event: GangEvent | None
+
+
 class StepValidator:
     """Holds what the stream so far has established, and accepts or refuses the next step.
 
@@ -51,6 +63,7 @@ class StepValidator:
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.digest = 0
+        self.standing = Standing()
         self._forget()
 
     def _forget(self) -> None:
@@ -62,11 +75,13 @@ class StepValidator:
         self._preempted: dict[int, _Preempted] = {}
         self._free_slots = list(range(self.limits.live_requests - 1, -1, -1))
         self._refused_by = 0
+        self._proposed: Proposal | None = None
 
     def reset(self) -> int:
         """Forget every request, and that anything was written (a new lease). Returns how many requests were dropped."""
         dropped = self.live_requests
         self._forget()
+        self.standing.lease_ended()
         return dropped
 
     @property
@@ -85,6 +100,7 @@ class StepValidator:
         """
         try:
             self._judge_flags(header_flags)
+            self.standing.judge_step()
             accepted = self._carry_out(sequence, _decode(body))
         except Refusal as refusal:
             self._transaction.rollback()
@@ -97,6 +113,30 @@ class StepValidator:
         self._refused_by = 0
         self.digest = zlib.crc32(body, zlib.crc32(b"%d" % sequence, self.digest))
         return accepted
+
+    def propose(self, sequence: int, body: bytes | memoryview) -> Proposal:
+        """Judge the operation of this sequence, or raise Refusal; either way nothing has changed. A refused one leaves
+        no refusal pending: nothing can be in flight behind it.
+        """
+        try:
+            operation = read_control(body)
+            event = self.standing.judge(operation, self.used_blocks, self.limits.num_blocks)
+        except Refusal as refusal:
+            refusal.cause = sequence
+            self.digest = zlib.crc32(b"%d %s" % (sequence, refusal.code.encode()), self.digest)
+            raise
+        self.digest = zlib.crc32(body, zlib.crc32(b"%d" % sequence, self.digest))
+        self._proposed = proposed = Proposal(sequence, operation, event)
+        return proposed
+
+    def carry_out(self) -> Proposal:
+        """The operation that was proposed last has been done by every rank."""
+        proposed, self._proposed = self._proposed, None
+        assert proposed is not None
+        self.standing.carry_out(proposed.operation, proposed.event)
+        if loses_cache(proposed.operation):
+            self._blocks.forget_written()
+        return proposed
 
     def _judge_flags(self, flags: int) -> None:
         if flags & _SAMPLE_FOLLOWS:
@@ -320,6 +360,15 @@ def _decode(body: bytes | memoryview) -> Step:
         return cast(Step, decode_body(Kind.STEP, body))
     except WireError as error:
         raise malformed(body, error) from None
+
+
+def read_control(body: bytes | memoryview) -> Control:
+    """The operation in a Control's body. Raises Refusal MALFORMED."""
+    try:
+        return cast(Control, decode_body(Kind.CONTROL, body))
+    except WireError as error:
+        bound = "one map: an operation and its arguments"
+        raise Refusal(RefusalCode.MALFORMED, str(error), error.field, f"{len(body)} bytes", bound) from None
 
 
 def _array(packed: Packed, field: str, request: int | None = None) -> Int32Array:

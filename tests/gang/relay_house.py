@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from worker.gang_messages import seal, unseal
 from worker.run_files import RunFiles
 from workerproto.codec import Header, decode_body, decode_header, encode_body
 from workerproto.messages import Cache, Facts, Hello, Kind, Limits, Message, Result, Step, Welcome
+from workerproto.operations import Control
 from workerproto.states import Gang
 
 EPOCH, CREDIT, LIMIT_MS = 7, 3, 5000
@@ -48,6 +50,10 @@ class Scheduler:
         self.seq += 1
         self.send(Kind.STEP, body, seq=self.seq, flags=flags)
 
+    def control(self, operation: Control) -> None:
+        self.seq += 1
+        self.send(Kind.CONTROL, encode_body(operation), seq=self.seq)
+
     def receive(self) -> tuple[Header, Message | None]:
         assert self.socket.poll(LIMIT_MS), "nothing came"
         frame, body = self.socket.recv_multipart()
@@ -78,7 +84,9 @@ class House:
         self.files.folder.mkdir()
         self.context: zmq.Context[Any] = zmq.Context()
         self.errors: list[BaseException] = []
-        self.relay = Relay(self.context, self.files, 2, 1, CREDIT, lease_timeout, EPOCH, self.errors.append)
+        self.configured: list[bytes] = []
+        self.updates_lost = 0
+        self.relay = Relay(self.context, self.files, 2, 1, CREDIT, lease_timeout, EPOCH, self)
         self.ranks = [self.context.socket(zmq.DEALER) for _ in range(2)]
         for rank, socket in enumerate(self.ranks):
             socket.connect(self.files.steps_endpoint(rank))
@@ -87,16 +95,36 @@ class House:
         self.relay.start()
         self.leases = 0
 
+    # What the relay says to the main thread.
+
+    def relay_failed(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+    def configure_kv(self, body: bytes) -> None:
+        self.configured.append(body)
+
+    def update_lost(self) -> None:
+        self.updates_lost += 1
+
+    # What the main thread asks for.
+
     def enter(self, state: Gang, **more: Any) -> None:
         """Returns when it has, so that whoever attaches next finds that state."""
-        entered = threading.Event()
+        self.do(lambda: self.relay.enter(state, **more))
+
+    def do(self, act: Callable[[], None]) -> None:
+        """On the relay's thread; returns when it is done."""
+        done = threading.Event()
 
         def call() -> None:
-            self.relay.enter(state, **more)
-            entered.set()
+            act()
+            done.set()
 
         self.relay.post(call)
-        assert entered.wait(LIMIT_MS / 1000)
+        assert done.wait(LIMIT_MS / 1000)
+
+    def settle(self, kind: Kind, body: bytes, *, moved: bool = False) -> None:
+        self.do(lambda: self.relay.settle(kind, body, moved=moved))
 
     def ready(self) -> None:
         self.enter(Gang.READY, facts=FACTS)

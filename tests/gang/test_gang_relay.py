@@ -15,7 +15,7 @@ import zmq
 
 from tests.gang.relay_house import CREDIT, EPOCH, FACTS, STEP, House
 from worker.config import FRAME_BYTES
-from worker.coordinator.relay import FRAMES_WAITING
+from worker.coordinator.stream import FRAMES_WAITING
 from worker.gang_messages import RESET, RESET_DONE, STOP, unseal
 from workerproto.codec import Header, encode_body
 from workerproto.messages import (
@@ -92,7 +92,7 @@ def test_first_tier_by_header(house: House) -> None:
     assert error(seq=2).code is ErrorCode.BAD_SEQUENCE
     assert error(epoch=EPOCH + 1).code is ErrorCode.BAD_EPOCH
     assert error(kind=Kind.SAMPLE).code is ErrorCode.NOT_IMPLEMENTED
-    assert error(kind=Kind.CONTROL).code is ErrorCode.NOT_IMPLEMENTED
+    assert error(kind=Kind.CONTROL, seq=2).code is ErrorCode.BAD_SEQUENCE
     assert error(flags=HeaderFlag.SAMPLE_FOLLOWS).code is ErrorCode.NOT_IMPLEMENTED
     assert error(kind=Kind.WELCOME).code is ErrorCode.BAD_KIND
     assert error(body=bytes(FRAME_BYTES + 1)).code is ErrorCode.TOO_LARGE

@@ -56,6 +56,7 @@ CASES: list[tuple[str, Scheduler, list[str], list[str]]] = [
     ("logprobs", wrong.first_new(sampling=wrong.MANY_LOGPROBS).run, WHOLE, ["13.sampling"]),
     ("never RESYNC", wrong.header_with(flags=wrong.never_resyncs).run, ["15.refused-later"], ["15.refused-later"]),
     ("always RESYNC", wrong.header_with(flags=int(HeaderFlag.RESYNC)).run, WHOLE, ["12.requests", "15.resync"]),
+    ("wakes the awake", wrong.WakesTheAwake.run, WHOLE, ["15.resync", "22.operations"]),
     ("grammar", wrong.header_with(flags=int(HeaderFlag.SAMPLE_FOLLOWS)).run, WHOLE, ["19.not-implemented"]),
 ]  # fmt: skip
 
@@ -91,7 +92,7 @@ def test_every_rule_can_fail() -> None:
 def test_names_are_of_the_spec_s_sections_and_come_once() -> None:
     names = [*RULES, *WATCHED]
     assert len(set(names)) == len(names)
-    assert {int(name.partition(".")[0]) for name in names} <= set(range(2, 20))
+    assert {int(name.partition(".")[0]) for name in names} <= set(range(2, 23))
 
 
 COMMAND = [

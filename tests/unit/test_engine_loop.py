@@ -11,6 +11,7 @@ from engine_stub.engine import Engine, StepRejected, prefill_share
 from engine_stub.request import Params
 from workerproto.client import Client, GangFailed, LeaseLost
 from workerproto.messages import Sampling
+from workerproto.operations import Profile, Sleep
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 from workerproto.testing.fake_model import continuation
 from workerproto.testing.fake_worker import FakeWorker
@@ -140,6 +141,21 @@ def test_a_takeover_ends_the_call(worker: FakeWorker, client: Client) -> None:
 
     with pytest.raises(LeaseLost, match="taken over by other"):
         engine.generate([[1]], Params(20), take_over)
+
+
+def test_what_operators_do_meanwhile_costs_no_step() -> None:
+    """Steps sent into the barrier come back in error, and go out again behind it."""
+    facts = fake_facts(num_blocks=24, block_size=4, max_model_len=64, tokens=32, rows=8, pp=2)
+    prompts = [[place, 2, 3] for place in range(12)]
+    with FakeWorker("tcp://127.0.0.1:*", FakeGang(facts, delay_s=0.004)) as worker, Client(worker.endpoint) as client:
+        asked = iter([Profile(True), Sleep(), Profile(False)] * 4)
+
+        def operate(_: int, __: int) -> None:
+            if (operation := next(asked, None)) is not None:
+                worker.tell(lambda gang: gang.operate(operation))
+
+        done = Engine(client).generate(prompts, Params(6), operate)
+    assert [completion.tokens for completion in done] == [continuation(prompt, 6, 1000) for prompt in prompts]
 
 
 def test_prompts_are_cut_where_stages_can_share_them() -> None:

@@ -7,7 +7,6 @@ import pytest
 from workerproto.codec import Header, decode_body, decode_header, encode_body, pack, unpack, unpack_floats
 from workerproto.messages import (
     Bye,
-    Control,
     Error,
     ErrorCode,
     Event,
@@ -22,6 +21,7 @@ from workerproto.messages import (
     Step,
     Welcome,
 )
+from workerproto.operations import Drain
 from workerproto.states import Gang
 from workerproto.testing.fake_gang import FakeGang
 from workerproto.testing.fake_model import continuation
@@ -80,7 +80,7 @@ HEADER_ERRORS: dict[str, tuple[Callable[[FakeGang], Message | None], ErrorCode, 
     "a mask": (
         lambda g: say(g, Kind.SAMPLE, encode_body(Sample(1, pack([]), pack([]))), seq=1), ErrorCode.NOT_IMPLEMENTED, 1,
     ),
-    "control": (lambda g: say(g, Kind.CONTROL, encode_body(Control("sleep")), seq=1), ErrorCode.NOT_IMPLEMENTED, 1),
+    "control": (lambda g: say(g, Kind.CONTROL, encode_body(Drain()), seq=2), ErrorCode.BAD_SEQUENCE, 1),
     "a result": (lambda g: say(g, Kind.RESULT, encode_body(Result())), ErrorCode.BAD_KIND, 1),
     "a stranger": (lambda g: say(g, Kind.STEP, STEP, peer=b"b", lease=5, seq=1), ErrorCode.BAD_LEASE, None),
     "a stranger with the holder's lease": (

@@ -3,7 +3,7 @@
 import re
 import struct
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 import pytest
@@ -14,12 +14,13 @@ from worker.config import FRAME_BYTES, HARD_FRAME_BYTES
 from worker.coordinator.lease import Lease
 from worker.exit_codes import ExitCode
 from worker.rank import status_file
-from workerproto import codec, messages
+from workerproto import codec, messages, operations
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
+from workerproto.fields import ArrayBody, MapBody
 from workerproto.messages import ErrorCode, HeaderFlag, Kind, RefusalCode, RowFlag
 from workerproto.rundir import endpoint_of
 from workerproto.session import Session
-from workerproto.states import RemoteStateError
+from workerproto.states import Gang, RemoteStateError
 from workerproto.steps import Refusal
 from workerproto.testing.fake_gang import FakeGang
 from workerproto.validate import StepValidator
@@ -27,9 +28,9 @@ from workerproto.validate import StepValidator
 SPEC = (Path(__file__).resolve().parents[2] / "proto" / "SPEC.md").read_text(encoding="utf-8")
 STRUCTS = [
     value
-    for value in vars(messages).values()
+    for value in (vars(messages) | vars(operations)).values()
     if isinstance(value, type) and issubclass(value, msgspec.Struct) and not value.__name__.startswith("_")
-    if value is not msgspec.Struct
+    if value not in (msgspec.Struct, MapBody, ArrayBody)
 ]
 
 
@@ -57,13 +58,14 @@ def test_nothing_generated_is_stale() -> None:
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 def test_every_field_is_in_its_table_with_type_bounds_and_default(struct: type[msgspec.Struct]) -> None:
-    rows = tables(section(struct.__name__))[0]
+    rows = tables(section(struct.__name__))[0] if struct.__struct_fields__ else []
     assert [row[:-1] for row in rows] == generate_proto.field_cells(struct)
     assert all(row[-1] for row in rows)
 
 
 def test_the_structs_are_those_of_the_bodies() -> None:
-    assert set(messages.BODIES.values()) <= set(STRUCTS)
+    bodies = set(messages.BODIES.values()) - {operations.Control}
+    assert bodies | set(get_args(operations.Control)) <= set(STRUCTS)
     assert set(messages.BODIES) == set(Kind) - {Kind.PING, Kind.PONG}
 
 
@@ -73,7 +75,8 @@ def test_every_kind_has_its_number_its_body_and_its_sequence() -> None:
     for row in rows:
         kind = Kind(int(row[0]))
         body = messages.BODIES.get(kind)
-        assert row[3] == ("none" if body is None else "array" if body.__struct_config__.array_like else "map")
+        first = next(iter(get_args(body)), body)
+        assert row[3] == ("none" if first is None else "array" if first.__struct_config__.array_like else "map")
         assert (row[4] == "next") == (kind in messages.ORDERED_KINDS)
 
 
@@ -96,6 +99,13 @@ def test_the_header_is_laid_out_as_the_table_says() -> None:
 def test_every_code_is_told(heading: str, codes: type[ErrorCode] | type[RefusalCode]) -> None:
     rows = tables(section(heading))[0]
     assert sorted(row[0].strip("`") for row in rows) == sorted(codes)
+
+
+def test_every_operation_is_told_and_has_vectors() -> None:
+    names = [str(kind.__struct_config__.tag) for kind in get_args(operations.Control)]
+    assert [row[0].strip("`") for row in tables(section("Control"))[0]] == names
+    assert [row[0].strip("`") for row in tables(section("22. Operations"))[0]] == names
+    assert {vector["meaning"]["body"]["op"] for vector in generate_proto.frame_vectors()["control"]} == set(names)
 
 
 def test_every_flag_is_told() -> None:
@@ -188,27 +198,32 @@ def test_a_scheduler_takes_nothing_of_another_lease() -> None:
 
 
 class Judge(Protocol):
-    def __call__(self, header: Header, *, ready: bool, full: bool) -> ErrorCode | None: ...
+    def __call__(self, header: Header, *, ready: bool, full: bool, barrier: bool = False) -> ErrorCode | None: ...
 
 
-def judged_by_coordinator(header: Header, *, ready: bool, full: bool) -> ErrorCode | None:
+def judged_by_coordinator(
+    header: Header, *, ready: bool, full: bool, barrier: bool = False
+) -> ErrorCode | None:
     lease = Lease(b"peer", 5, "", 0.0)
     lease.welcome()
     lease.in_flight = 3 if full else 0
     try:
-        lease.judge_step(header, 1, 3, "" if ready else "LOADING")
+        lease.judge_ordered(header, 1, 3, Gang.READY if ready else Gang.LOADING, barrier=barrier)
     except WireError as error:
         return error.code
     return None
 
 
-def judged_by_fake_gang(header: Header, *, ready: bool, full: bool) -> ErrorCode | None:
+def judged_by_fake_gang(header: Header, *, ready: bool, full: bool, barrier: bool = False) -> ErrorCode | None:
     gang = FakeGang(ready=ready)
     gang.hold_back()
     gang.receive(b"peer", [Header(Kind.HELLO, 0, 0, 5).encode(), b"\x80"])
     for seq in range(1, 4 if full else 1):
         gang.receive(b"peer", [Header(Kind.STEP, 0, 1, 5, seq).encode(), b"\x90"])
     seq = header.seq + 3 if full else header.seq
+    if barrier:
+        gang.receive(b"peer", [Header(Kind.STEP, 0, 1, 5, 1).encode(), b"\x90"])
+        gang.receive(b"peer", [Header(Kind.CONTROL, 0, 1, 5, 2).encode(), encode_body(operations.Sleep())])
     gang.receive(b"peer", [header._replace(seq=seq).encode(), b"\x90"])
     answer = decode_body(*[(decode_header(head).kind, body) for _, head, body in gang.outbox][-1])
     return answer.code if isinstance(answer, messages.Error) else None
@@ -223,7 +238,8 @@ def test_a_step_that_is_wrong_in_every_way_is_told_them_in_the_order_of_the_tabl
         judge(wrong, ready=False, full=False),
         judge(wrong._replace(epoch=1), ready=False, full=False),
         judge(ready_to_take._replace(flags=int(HeaderFlag.SAMPLE_FOLLOWS)), ready=False, full=False),
-        judge(ready_to_take, ready=False, full=False),
+        judge(ready_to_take, ready=False, full=False, barrier=False),
+        judge(ready_to_take, ready=True, full=False, barrier=True),
         judge(ready_to_take, ready=True, full=True),
         judge(ready_to_take._replace(seq=1), ready=True, full=True),
         judge(ready_to_take._replace(seq=1), ready=True, full=False),

@@ -14,6 +14,7 @@ from worker.execution.runner import PendingOutput, StepOutput
 from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
 from worker.rank.answers import Answers
 from worker.rank.fault_points import FaultPoints
+from worker.rank.operations import Operations
 from worker.rank.status_file import StatusWriter
 from worker.rank.step_loop import StepLoop
 from worker.step_trace import StepTrace
@@ -95,8 +96,9 @@ class Rank:
         runner: Any = self.device
         self.reports: list[Any] = []
         loop = StepLoop(
-            mine, runner, LIMITS, EPOCH, said, status=self.status, report=self.reports.append, fault_points=faults
-        )
+            mine, runner, LIMITS, EPOCH, said, status=self.status, report=self.reports.append, fault_points=faults,
+            operations=Operations(),
+        )  # fmt: skip
         self.sequence = 0
 
         def run() -> None:

@@ -136,15 +136,27 @@ def test_a_step_is_judged(story: Json) -> None:
             assert generate_proto.plain(message) == step["meaning"]
 
 
-def test_every_refusal_ends_a_story() -> None:
+OF_OPERATIONS = {
+    RefusalCode.REQUESTS_LIVE, RefusalCode.ASLEEP, RefusalCode.NOT_ASLEEP, RefusalCode.UPDATING,
+    RefusalCode.NOT_UPDATING, RefusalCode.WEIGHTS_INVALID, RefusalCode.AWAITING_KV, RefusalCode.KV_CONFIGURED,
+    RefusalCode.BAD_ARGUMENT,
+}  # fmt: skip
+
+
+def test_every_refusal_ends_a_story_or_answers_an_operation() -> None:
     last = [story["steps"][-1]["verdict"] for story in STEPS["stories"]]
     refused = [verdict for verdict in last if verdict != "accepted"]
-    assert {verdict["code"] for verdict in refused} == set(RefusalCode)
+    for param in EXCHANGES:
+        meanings = [message.get("meaning") for message in param.values[0]["messages"]]
+        refused += [meaning["body"] for meaning in meanings if meaning and meaning["kind"] == "REFUSED"]
+    told = {verdict["code"] for verdict in refused}
+    assert told == set(RefusalCode) - {RefusalCode.NOT_POSSIBLE}, "of which only a rank knows"
     for verdict in refused:
         assert verdict["field"], verdict
         assert verdict["value"], verdict
         assert verdict["bound"], verdict
-        none = verdict["code"] in OF_NO_REQUEST or verdict["value"].startswith("-")  # a negative id is nobody's
+        negative = verdict["value"].startswith("-")  # an id that is nobody's
+        none = negative or verdict["code"] in OF_NO_REQUEST | OF_OPERATIONS
         assert verdict["request"] is not None or none, verdict
 
 

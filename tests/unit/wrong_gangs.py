@@ -11,6 +11,7 @@ import msgspec
 from workerproto.codec import Header, decode_body
 from workerproto.messages import (
     Bye,
+    Done,
     ErrorCode,
     Facts,
     Hello,
@@ -139,10 +140,10 @@ class TakesTheSequenceOfAnError(Honest):
 class NoCredit(Honest):
     delay_s = 0.3
 
-    def _judge_step(self, header: Header, holder: Any) -> None:
+    def _judge_ordered(self, header: Header, holder: Any) -> None:
         answers, self._answers = self._answers, type(self._answers)()
         try:
-            super()._judge_step(header, holder)
+            super()._judge_ordered(header, holder)
         finally:
             self._answers = answers
 
@@ -150,14 +151,46 @@ class NoCredit(Honest):
 class LessCredit(Honest):
     delay_s = 0.05
 
-    def _judge_step(self, header: Header, holder: Any) -> None:
+    def _judge_ordered(self, header: Header, holder: Any) -> None:
         promised = self.facts
         limits = msgspec.structs.replace(promised.limits, steps_in_flight=1)
         self.facts = msgspec.structs.replace(promised, limits=limits)
         try:
-            super()._judge_step(header, holder)
+            super()._judge_ordered(header, holder)
         finally:
             self.facts = promised
+
+
+class CarriesOutAnything(Honest):
+    def _operate(self, seq: int, body: bytes) -> None:
+        assert self._holder
+        self._send(self._holder.peer, Kind.DONE, Done("done"), self._holder.lease, seq)
+
+
+class ResyncBehindOperations(Honest):
+    """A refused operation counts as a refusal of steps."""
+
+    def _operate(self, seq: int, body: bytes) -> None:
+        super()._operate(seq, body)
+        self.validator._refused_by = seq
+
+
+class EndsRefusals(Honest):
+    def _operate(self, seq: int, body: bytes) -> None:
+        super()._operate(seq, body)
+        self.validator._refused_by = 0
+
+
+class OperationsOvertake(Honest):
+    """It does not wait for the answers to the steps before."""
+
+    delay_s = 0.05
+
+    def receive(self, peer: bytes, frames: list[bytes]) -> None:
+        super().receive(peer, frames)
+        if self._operation is not None:
+            (seq, body), self._operation = self._operation, None
+            self._operate(seq, body)
 
 
 class AnySize(Honest):

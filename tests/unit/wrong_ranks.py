@@ -9,7 +9,8 @@ import msgspec
 
 from tests.unit.wrong_gangs import Honest
 from workerproto.codec import Header, decode_body, pack, unpack
-from workerproto.messages import EMPTY, Bye, HeaderFlag, Kind, RefusalCode, Refused, Result, Step
+from workerproto.fields import EMPTY
+from workerproto.messages import Bye, HeaderFlag, Kind, RefusalCode, Refused, Result, Step
 from workerproto.steps import AcceptedStep
 from workerproto.testing.fake_model import FakeModel
 
@@ -64,8 +65,8 @@ class NoIdTwice(_Judges):
 
 
 class ShortArraysRefused(Honest):
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
-        super()._step(header, b"\xc1" if len(body) < 4 else body, holder)
+    def _step(self, header: Header, body: bytes) -> None:
+        super()._step(header, b"\xc1" if len(body) < 4 else body)
 
 
 class _Answers(Honest):
@@ -74,8 +75,8 @@ class _Answers(Honest):
     def answer(self, header: Header, body: bytes, kind: Kind, message: Any) -> tuple[Kind, Any]:
         raise NotImplementedError
 
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
-        super()._step(header, body, holder)
+    def _step(self, header: Header, body: bytes) -> None:
+        super()._step(header, body)
         due, seq, kind, message = self._answers.pop()
         self._answers.append((due, seq, *self.answer(header, body, kind, message)))
 
@@ -109,35 +110,35 @@ class OtherCause(_Answers):
 
 
 class GoesOnAfterRefusal(Honest):
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
+    def _step(self, header: Header, body: bytes) -> None:
         if not header.flags:
             self.validator._refused_by = 0
-        super()._step(header, body, holder)
+        super()._step(header, body)
 
 
 class ResyncAnywhere(Honest):
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
+    def _step(self, header: Header, body: bytes) -> None:
         if not self.validator._refused_by:
             header = header._replace(flags=header.flags & ~HeaderFlag.RESYNC)
-        super()._step(header, body, holder)
+        super()._step(header, body)
 
 
 class ResyncIsEnough(Honest):
     """A refused step with RESYNC leaves no refusal."""
 
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
-        super()._step(header, body, holder)
+    def _step(self, header: Header, body: bytes) -> None:
+        super()._step(header, body)
         if header.flags & HeaderFlag.RESYNC:
             self.validator._refused_by = 0
 
 
 class ReadsBehindARefusal(Honest):
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
+    def _step(self, header: Header, body: bytes) -> None:
         try:
             decode_body(Kind.STEP, body)
         except ValueError:
             self.validator._refused_by = 0
-        super()._step(header, body, holder)
+        super()._step(header, body)
 
 
 class HalfDone(Honest):
@@ -194,8 +195,8 @@ class FinishedIsSilent(Honest):
 
     delay_s = 0.02
 
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
-        super()._step(header, body, holder)
+    def _step(self, header: Header, body: bytes) -> None:
+        super()._step(header, body)
         step = decode_body(Kind.STEP, body)
         if isinstance(step, Step) and len(step.finished):
             self._answers = type(self._answers)(
@@ -237,9 +238,9 @@ class FeedsNothingBack(Honest):
 
     delay_s = 0.01
 
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
+    def _step(self, header: Header, body: bytes) -> None:
         late = len(self._answers) > 0
-        super()._step(header, body, holder)
+        super()._step(header, body)
         due, seq, kind, answer = self._answers.pop()
         if late and isinstance(answer, Result) and len(answer.tokens):
             answer = msgspec.structs.replace(answer, tokens=pack((unpack(answer.tokens) + 1) % 1000))

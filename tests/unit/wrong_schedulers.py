@@ -16,6 +16,7 @@ from engine_stub.request import Params
 from workerproto.client import Client, TimedOut
 from workerproto.codec import Header, decode_body, encode_body, pack, unpack
 from workerproto.messages import Error, ErrorCode, Hello, Kind, Sampling, Step
+from workerproto.operations import Wake
 from workerproto.session import Frames, Received, Session
 from workerproto.states import Gang, RemoteStateError
 
@@ -86,6 +87,13 @@ def without(kind: Kind) -> type[Right]:
             return None if header["kind"] == kind else (header, body)
 
     return Silent
+
+
+class WakesTheAwake(Right):
+    def outgoing(self, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        if header["kind"] == Kind.STEP and self.sent == 3:
+            return header | {"kind": int(Kind.CONTROL)}, encode_body(Wake())
+        return header, body
 
 
 def added(member: str, change: Callable[[list[int]], list[int]]) -> type[Right]:

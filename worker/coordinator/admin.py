@@ -1,4 +1,6 @@
-"""Answers to `workerctl`, from what is known here and from the mapped status files: no rank is ever asked."""
+"""Answers to `workerctl`, from what is known here and from the mapped status files: no rank is ever asked. What
+is to be done to the gang comes as an operation of the wire, in JSON, and goes through the ordered stream.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from worker.coordinator.gang import Gang
 from worker.coordinator.lease import Lease
@@ -15,6 +19,18 @@ from worker.observe_config import LOG_LEVELS
 from worker.rank.status_file import RankStatus
 from worker.step_records import PARTS, Recent, Records, doing, read_records, recent
 from workerproto.codec import VERSION
+from workerproto.operations import Control, Drain, Profile, Sleep, Wake
+
+_FOR_OPERATORS = (Sleep, Wake, Profile, Drain)
+
+
+def operation_in(frames: list[bytes]) -> Control | None:
+    """What an operator wants done to the gang; None if the request is none of these."""
+    try:
+        operation = msgspec.json.decode(frames[0], type=Control) if len(frames) == 1 else None
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return operation if isinstance(operation, _FOR_OPERATORS) else None
 
 STUCK_S = 5.0
 """In one step, at which a rank is shown as stuck; half of --step-timeout if that is less."""

@@ -8,21 +8,26 @@ import signal
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from worker import gang_messages as gm
-from worker.config import FRAME_BYTES, GangConfig
+from worker.config import GangConfig
 from worker.coordinator import causes, limits
 from worker.coordinator.agreement import Agreement, compare_present
 from worker.coordinator.causes import Cause
+from worker.coordinator.kv_agreement import agree, done_configuring, facts_of, most_blocks, wanted_blocks
+from worker.coordinator.operations import Operations
 from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import Exit, RankProcess
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import set_level
 from worker.rank.stacks import collect as collect_stacks
-from worker.weights_id import weights_id
-from workerproto.messages import Cache, Facts, Limits
-from workerproto.states import GANG, GangEvent, Machine
+from workerproto.codec import encode_body
+from workerproto.messages import Facts, Kind, RefusalCode
+from workerproto.states import GANG, OPERABLE, WITH_FACTS, GangEvent, Machine
 from workerproto.states import Gang as GangState
+from workerproto.steps import Refusal
 
 GATHER_S = 0.2  # after the first sign of death: others may tell more of the cause
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
@@ -33,6 +38,7 @@ _BRING_UP = {
     GangState.ROLL_CALL: "all ranks run; roll-call, once each has imported torch",
     GangState.LOADING: "all ranks are present; they connect and load weights",
     GangState.PROFILING: "all weights are loaded",
+    GangState.AWAITING_KV: "all weights are loaded; a scheduler is to say how large the KV cache shall be",
     GangState.WARMING: "the KV cache is agreed on; it is allocated, and kernels are warmed",
 }
 
@@ -60,6 +66,9 @@ class Gang:
         self._say = say
         self._machine = Machine(GANG, GangState.STARTING)
         self._agreement = Agreement(config.world_size)
+        self._waiting_since = 0.0  # for the size of the cache, which is none of the ranks' delay
+        self._waited = 0.0
+        self.operations = Operations(config.world_size, relay, self._operated)
         self._causes: list[Cause] = []
         self._ending: asyncio.Task[None] | None = None
         self._overdue: limits.Overdue | None = None
@@ -76,7 +85,7 @@ class Gang:
     def _move(self, event: GangEvent) -> None:
         state = self._machine.move(event)
         fault = self.cause.fault if self.cause and state is GangState.FAILED else None
-        facts = self.facts if state is GangState.READY else None
+        facts = self.facts if state in WITH_FACTS else None
         if state in _BRING_UP:
             self._say(f"{time.monotonic() - self.started:5.1f} s  {_BRING_UP[state]}")
         self._relay.post(lambda: self._relay.enter(state, facts, fault))
@@ -112,7 +121,9 @@ class Gang:
                     self._when_all("loaded", GangEvent.ALL_LOADED)
                 case gm.KvOffer():
                     one.offer = message
-                    self._when_all("offer", GangEvent.KV_CONFIGURED, self._all_offered)
+                    waits = self.config.kv_config == "scheduler"
+                    event = GangEvent.AWAIT_KV if waits else GangEvent.KV_CONFIGURED
+                    self._when_all("offer", event, self._all_offered)
                 case gm.Warm():
                     one.warm = message
                     self._when_all("warm", GangEvent.ALL_WARM, then=lambda: self.ready.set_result(None))
@@ -122,6 +133,10 @@ class Gang:
                     one.memory = message
                 case gm.Refusal():
                     self._agreement.refusal(rank, message)
+                case gm.Agreed() | gm.Declined():
+                    self.operations.vote(rank, message)
+                case gm.Performed():
+                    self.operations.performed(rank, message)
                 case gm.RankFault():
                     one.told = True
                     self.fail(causes.told(rank, message))
@@ -177,45 +192,56 @@ class Gang:
         self._to_all(gm.Proceed())
 
     def _all_offered(self) -> None:
-        """The smallest number of blocks over the ranks is the gang's."""
-        config = self.config
-        offers = [one.offer for one in self.ranks if one.offer]
-        blocks = min(offer.num_blocks for offer in offers)
-        positions = blocks * config.block_size
-        length = config.max_model_len
-        if positions < length and config.max_model_len_given:
-            raise Failure(
-                ExitCode.BAD_CONFIG,
-                f"--max-model-len {length} cannot be kept: the KV cache holds {blocks} blocks x {config.block_size} = "
-                f"{positions} positions ({min(offer.available_bytes for offer in offers)} bytes); give less, or more "
-                "--kv-cache-memory-bytes",
-            )
-        self.kv = kv = gm.KvConfig(blocks, min(length, positions))
-        bounds = Limits(
-            config.max_steps_in_flight,
-            config.max_tokens,
-            config.max_rows,
-            config.max_requests,
-            FRAME_BYTES,
-            config.max_logprobs,
-        )
-        cache = Cache(
-            blocks, config.block_size, config.dtype, "NHD", [offer.block_bytes for offer in offers],
-            [offer.available_bytes for offer in offers],
-        )  # fmt: skip
-        folder = str(config.model.resolve())  # so that a scheduler on this host finds the tokenizer
-        self.facts = Facts(
-            model=folder if len(folder) <= 256 else config.model.name,
-            vocabulary=config.model_config.vocab,
-            max_model_len=kv.max_model_len,
-            weights_id=weights_id(config.model, config.load_format, config.seed),
-            weights_valid=True,
-            kv=cache,
-            tp=config.tp,
-            pp=config.pp,
-            limits=bounds,
-        )
-        self._to_all(kv)
+        if self.config.kv_config == "scheduler":
+            most = most_blocks(self._offers)
+            self.facts = facts_of(self.config, self._offers, gm.KvConfig(most, self.config.max_model_len))
+            self._waiting_since = time.monotonic()
+            return
+        try:
+            self._configure_kv(most_blocks(self._offers))
+        except ValueError as error:
+            raise Failure(ExitCode.BAD_CONFIG, str(error)) from None
+
+    @property
+    def _offers(self) -> list[gm.KvOffer]:
+        return [one.offer for one in self.ranks if one.offer]
+
+    def _configure_kv(self, blocks: int) -> None:
+        self.kv = agree(self.config, self._offers, blocks)
+        self.facts = facts_of(self.config, self._offers, self.kv)
+        self._to_all(self.kv)
+
+    # Operations.
+
+    def configure_kv(self, body: bytes) -> None:
+        """A Control in AWAITING_KV: the coordinator judges it, since ranks take no frames yet."""
+        try:
+            blocks = wanted_blocks(body, self._offers)
+            self._configure_kv(blocks)
+        except Refusal as refusal:
+            return self.operations.settle(Kind.REFUSED, encode_body(refusal.as_message()), moved=False)
+        except ValueError as error:
+            bad = Refusal(RefusalCode.BAD_ARGUMENT, str(error), "num_blocks", blocks, self.config.max_model_len)
+            return self.operations.settle(Kind.REFUSED, encode_body(bad.as_message()), moved=False)
+        self._waited = time.monotonic() - self._waiting_since
+        self._move(GangEvent.KV_CONFIGURED)
+        done = done_configuring(self._offers, blocks)
+        self.operations.settle(Kind.DONE, encode_body(done), moved=True)
+
+    def _operated(self, event: GangEvent, weights_id: str | None) -> None:
+        """All ranks have carried out what does this to the gang."""
+        if self.facts is not None and event is GangEvent.UPDATE_FINISH:
+            named = weights_id or self.facts.weights_id
+            self.facts = msgspec.structs.replace(self.facts, weights_id=named, weights_valid=True)
+        self._move(event)
+        if self.state is GangState.DRAINING:
+            self.stop("drained")
+
+    def update_lost(self) -> None:
+        """The lease that was updating the weights is gone, and its requests are forgotten."""
+        if self.facts is not None and self._machine.allows(GangEvent.UPDATE_LOST):
+            self.facts = msgspec.structs.replace(self.facts, weights_valid=False)
+            self._move(GangEvent.UPDATE_LOST)
 
     def set_log_level(self, level: str, rank: int | None) -> None:
         """Of one rank or of all, this process too."""
@@ -239,10 +265,11 @@ class Gang:
             return
         bounds, ranks = self.config.limits, self.ranks
         overdue = limits.heartbeat_overdue(bounds, ranks)
-        if not self.ready.done():
-            overdue = overdue or limits.startup_overdue(bounds, ranks, self.state, self.started)
-        elif self.state is GangState.READY:
+        if self.state in OPERABLE:
             overdue = overdue or limits.step_overdue(bounds, ranks, self._relay.head, self._relay.head_since)
+        elif not self.ready.done():
+            began = self.started + self._waited
+            overdue = overdue or limits.startup_overdue(bounds, ranks, self.state, began)
         if overdue is not None:
             self._overdue = overdue
             self.fail(overdue.cause())
@@ -311,6 +338,7 @@ class Gang:
     async def _stop(self) -> None:
         if self._machine.allows(GangEvent.DRAIN):
             self._move(GangEvent.DRAIN)
+        if self.state is GangState.DRAINING:
             deadline = time.monotonic() + self.config.limits.drain
             while self._relay.in_flight and time.monotonic() < deadline and not self._at_once:
                 await asyncio.sleep(0.01)

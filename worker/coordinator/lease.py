@@ -6,7 +6,8 @@ from collections.abc import Container
 
 from workerproto.codec import Header, WireError
 from workerproto.messages import ErrorCode, HeaderFlag, Kind
-from workerproto.states import LEASE, LeaseEvent, Machine, RemoteStateError
+from workerproto.states import LEASE, OPERABLE, STEPPING, LeaseEvent, Machine, RemoteStateError
+from workerproto.states import Gang as GangState
 from workerproto.states import Lease as LeaseState
 
 
@@ -36,8 +37,8 @@ class Lease:
     def end(self, event: LeaseEvent) -> None:
         self._machine.move(event, RemoteStateError)
 
-    def judge_step(self, header: Header, epoch: int, credit: int, not_ready: str) -> None:
-        """Raises WireError: the frame counts as never sent. `not_ready`: the gang's state, or "" if READY."""
+    def judge_ordered(self, header: Header, epoch: int, credit: int, state: GangState, *, barrier: bool) -> None:
+        """Raises WireError: the frame counts as never sent. `barrier`: an operation is being carried out."""
         if header.epoch != epoch:
             raise WireError(
                 ErrorCode.BAD_EPOCH,
@@ -46,21 +47,22 @@ class Lease:
                 str(header.epoch),
                 str(epoch),
             )
-        if header.kind is not Kind.STEP:
-            raise WireError(
-                ErrorCode.NOT_IMPLEMENTED, f"{header.kind.name} is not implemented", "kind", header.kind.name
-            )
+        if header.kind is Kind.SAMPLE:
+            raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE is not implemented", "kind", "SAMPLE")
         if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
             raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "flags", hex(header.flags))
-        if not_ready or not self.held:
-            state = not_ready or "not attached yet"
-            raise WireError(ErrorCode.NOT_READY, f"the gang takes no steps: it is {state}", "state", state, "READY")
+        takes = OPERABLE if header.kind is Kind.CONTROL else STEPPING
+        if state not in takes or not self.held:
+            told, what = (state if self.held else "not attached yet"), header.kind.name
+            raise WireError(ErrorCode.NOT_READY, f"the gang takes no {what}: it is {told}", "state", told, "READY")
+        if barrier:
+            raise WireError(ErrorCode.BARRIER, "an operation is being carried out: nothing is taken until then", "kind")
         if header.seq != self.expected:
             raise WireError(
                 ErrorCode.BAD_SEQUENCE, f"sequence {header.seq} came, {self.expected} is next", "seq", str(header.seq),
                 str(self.expected),
             )  # fmt: skip
-        if self.in_flight >= credit:
+        if header.kind is Kind.STEP and self.in_flight >= credit:
             raise WireError(
                 ErrorCode.NO_CREDIT, f"{self.in_flight} steps are in flight, {credit} may be", "credit",
                 str(self.in_flight), str(credit),

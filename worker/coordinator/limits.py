@@ -82,7 +82,7 @@ def step_overdue(limits: Limits, ranks: list[Rank], head: int | None, head_since
         return Overdue(f"step {head} was not done within {limits.step:g} s", late)
     for one in ranks:
         status = one.status
-        if status and status.phase in ("step", "reset") and status.phase_s > limits.step:
+        if status and status.phase in ("step", "reset", "operation") and status.phase_s > limits.step:
             return Overdue(f"step {status.step} was not done within {limits.step:g} s", [one])
     return None
 

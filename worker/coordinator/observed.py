@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.step_records import Records, between, read_records
-from worker.step_trace import FLAG_REFUSED, FLAG_RESET, SLOTS
+from worker.step_trace import FLAG_OPERATION, FLAG_REFUSED, FLAG_RESET, SLOTS
 
 SECONDS = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -118,4 +118,4 @@ def _new(mapped: mmap.mmap, since: int) -> tuple[Records, int, int]:
     count = int(incomplete[0]) if len(incomplete) else len(records)
     assert len(records) <= SLOTS
     complete: Records = records[:count]
-    return complete[complete["flags"] != FLAG_RESET], begun - len(records) + count, missed
+    return complete[(complete["flags"] & (FLAG_RESET | FLAG_OPERATION)) == 0], begun - len(records) + count, missed

@@ -58,7 +58,7 @@ class Rank:
     def is_behind(self, step: int) -> bool:
         """It has not done this step yet."""
         status = self.status
-        return status is not None and (status.phase == "step" or (status.step or 0) < step)
+        return status is not None and (status.phase in ("step", "operation") or (status.step or 0) < step)
 
     @property
     def condition(self) -> str:

@@ -1,8 +1,8 @@
 """The relay: a plain thread between the scheduler's socket, the ranks' step sockets and the output rank's answers.
 
 It owns the lease, the credit and both sequences. The body of a step is never decoded: one receive, N sends of the same
-bytes. What the main thread wants of it comes as a call to run on this thread (`post`); if it cannot go on it says so by
-`notify`. It blocks when idle.
+bytes. An operation (Control) waits until every step before it is answered; nothing is taken until its own answer. What
+the main thread wants of it comes as a call to run on this thread (`post`). It blocks when idle.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 import zmq
 
-from worker.config import FRAME_BYTES, HARD_FRAME_BYTES
+from worker.config import FRAME_BYTES
 from worker.coordinator.lease import Lease, judge_hello, judge_sender
 from worker.coordinator.recorder import Recorder
-from worker.gang_messages import RESET, RESET_DONE, STOP, seal, unseal
+from worker.coordinator.schedulers import Schedulers
+from worker.coordinator.stream import Stream, bind, waiting
+from worker.gang_messages import PERFORM, RESET, RESET_DONE, STOP
 from worker.run_files import RunFiles
-from worker.step_trace import DONE, FLAG_RELAYED, StepTrace
-from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_sequence
+from worker.step_trace import StepTrace
+from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
 from workerproto.messages import (
     ORDERED_KINDS,
     Bye,
@@ -40,40 +42,49 @@ from workerproto.messages import (
     Refused,
     Welcome,
 )
-from workerproto.states import Gang, LeaseEvent
+from workerproto.states import OPERABLE, WITH_FACTS, Gang, LeaseEvent
 
 _log = logging.getLogger("rankd.relay")
 
 Parts = list[bytes]
+_RESETTABLE = (Gang.READY, Gang.ASLEEP, Gang.UPDATING, Gang.DRAINING)
 BATCH = 64
 """Frames read from one socket before the other has its turn: rubbish from a stranger must not hold up a result."""
 
-FRAMES_WAITING = 16
-"""Messages that are read ahead of one peer; the rest stays with it, and costs memory of its own, not of ours."""
 
-
-class _InFlight(NamedTuple):
-    gang_seq: int
-    lease: Lease | None  # None: a reset
+class _Operation(NamedTuple):
+    body: bytes
+    lease: Lease | None  # None: an operator's, who is answered by `settled`
     lease_seq: int
-    place: int  # of its record in the trace
+    settled: Callable[[Kind, bytes], None] | None
+
+
+class Listener(Protocol):
+    """Called on the relay's thread."""
+
+    def relay_failed(self, error: BaseException) -> None:
+        """It cannot go on."""
+
+    def configure_kv(self, body: bytes) -> None:
+        """A Control came while the gang waits for the size of its cache: it is for `settle` to answer."""
+
+    def update_lost(self) -> None:
+        """The ranks have forgotten a lease that had begun to update the weights."""
 
 
 class Relay:
-    """`notify(error)` is called on the relay thread if it cannot go on."""
+    """Lives from `start` to `close`."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, world_size: int, output_rank: int, credit: int,
-        lease_timeout: float, epoch: int, notify: Callable[[BaseException], None],
+        lease_timeout: float, epoch: int, listener: Listener,
     ) -> None:  # fmt: skip
         self._credit = credit
         self._lease_timeout = lease_timeout
         self._epoch = epoch
-        self._notify = notify
-        self._scheduler = _bind(context, zmq.ROUTER, files.scheduler_endpoint)
-        self._scheduler.router_mandatory = True
-        self._steps = [_bind(context, zmq.DEALER, files.steps_endpoint(rank)) for rank in range(world_size)]
-        self._answers = _bind(context, zmq.PULL, files.answers_endpoint(output_rank))
+        self._listener = listener
+        self._schedulers = Schedulers(bind(context, zmq.ROUTER, files.scheduler_endpoint), epoch)
+        self._stream = Stream(context, files, world_size, output_rank, epoch)
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running = True
@@ -81,16 +92,12 @@ class Relay:
         self._ended: deque[int] = deque(maxlen=256)  # leases of late, to tell a latecomer what has become of his
         self._state = Gang.STARTING
         self._facts: Facts | None = None
-        self._gang_seq = 0
-        self._in_flight: deque[_InFlight] = deque()
-        self._recent: deque[_InFlight] = deque(maxlen=64)
         self._dirty = False  # steps were sent since the last reset
         self._resetting = False
+        self._operation: _Operation | None = None
+        self._proposed = False  # to the ranks
         self._dropped = 0  # by resets, since the last Welcome
-        self._primary_refusal = (0, 0)  # gang sequence, lease sequence
-        self.head_since = 0.0  # since when the oldest frame in flight waits for its answer; 0 if none
         self.steps_done = 0
-        self.trace = StepTrace()
         self.recorder: Recorder | None = None
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
@@ -106,15 +113,25 @@ class Relay:
 
     @property
     def in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self._stream.in_flight)
 
     @property
     def head(self) -> int | None:
         """Gang sequence of the oldest frame in flight."""
         try:
-            return self._in_flight[0].gang_seq
+            return self._stream.in_flight[0].gang_seq
         except IndexError:
             return None
+
+    @property
+    def head_since(self) -> float:
+        """Since when it waits for its answer, in monotonic seconds; 0 if there is none."""
+        return self._stream.head_since
+
+    @property
+    def trace(self) -> StepTrace:
+        """Of the frames relayed."""
+        return self._stream.trace
 
     @property
     def holder(self) -> Lease | None:
@@ -124,8 +141,8 @@ class Relay:
         """Bye to the holder, then every socket, with what was sent given this long to leave."""
         self.post(self._close)
         self._thread.join(timeout)
-        for socket in (self._scheduler, self._answers, *self._steps):
-            socket.close(linger=int(timeout * 1000))
+        self._schedulers.socket.close(linger=int(timeout * 1000))
+        self._stream.close(int(timeout * 1000))
         os.close(self._wake)
 
     # Calls that the main thread posts.
@@ -146,11 +163,12 @@ class Relay:
 
     def _lease_step(self, lease: Lease, gang_seq: int | None) -> int | None:
         """A fault names its step by gang sequence; None if it was none of this lease, or one of long ago."""
-        return next((s.lease_seq for s in self._recent if s.gang_seq == gang_seq and s.lease is lease), None)
+        recent = self._stream.recent
+        return next((s.lease_seq for s in recent if s.gang_seq == gang_seq and s.lease is lease), None)
 
     def stop_ranks(self) -> None:
         """The last frame in the stream of every rank."""
-        self._to_ranks(STOP, 0, b"")
+        self._stream.send(STOP)
 
     def _close(self) -> None:
         if self._lease is not None:
@@ -161,15 +179,15 @@ class Relay:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._scheduler, zmq.POLLIN)
-        poller.register(self._answers, zmq.POLLIN)
+        poller.register(self._schedulers.socket, zmq.POLLIN)
+        poller.register(self._stream.answers, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         try:
             while self._running:
                 for socket, _ in poller.poll(self._patience()):
-                    if socket is self._answers:
+                    if socket is self._stream.answers:
                         self._from_output(BATCH)
-                    elif socket is self._scheduler:
+                    elif socket is self._schedulers.socket:
                         self._from_scheduler()
                     else:
                         os.eventfd_read(self._wake)
@@ -177,14 +195,14 @@ class Relay:
                             self._calls.popleft()()
                 self._watch_lease()
         except BaseException as error:
-            self._notify(error)
+            self._listener.relay_failed(error)
 
     def _from_scheduler(self) -> None:
-        for parts in _waiting(self._scheduler, BATCH):
+        for parts in waiting(self._schedulers.socket, BATCH):
             try:
                 self._take(parts)
             except WireError as error:
-                self._answer_error(parts, error)
+                self._schedulers.answer_error(parts, error, self._lease)
 
     def _take(self, parts: Parts) -> None:
         if len(parts) != 3:
@@ -203,16 +221,20 @@ class Relay:
         lease = judge_sender(header, self._lease, identity, self._ended)
         lease.heard = time.monotonic()
         if kind in ORDERED_KINDS:
-            lease.judge_step(header, self._epoch, self._credit, "" if self._state is Gang.READY else self._state)
+            barrier = self._operation is not None
+            lease.judge_ordered(header, self._epoch, self._credit, self._state, barrier=barrier)
             lease.expected += 1
-            lease.in_flight += 1
             self._dirty = True
+            if kind is Kind.CONTROL:
+                self._operation = _Operation(body, lease, header.seq, None)
+                return self._propose()
+            lease.in_flight += 1
             if self.recorder is not None:
                 self.recorder.frame(frame, body)
-            self._to_ranks(kind, header.flags, body, lease, header.seq)
+            self._stream.send(kind, header.flags, body, lease, header.seq)
         elif kind is Kind.PING:
             decode_body(kind, body)
-            self._send(identity, Header(Kind.PONG, 0, self._epoch, lease.number), b"")
+            self._schedulers.send(identity, Header(Kind.PONG, 0, self._epoch, lease.number), b"")
         elif kind is Kind.BYE:
             decode_body(kind, body)
             self._end_lease(LeaseEvent.BYE)
@@ -221,60 +243,76 @@ class Relay:
         else:
             raise WireError(ErrorCode.BAD_KIND, f"{kind.name} is not for a coordinator to receive", "kind", kind.name)
 
-    def _to_ranks(self, kind: int, flags: int, body: bytes, lease: Lease | None = None, lease_seq: int = 0) -> None:
-        self._gang_seq = sequence = self._gang_seq + 1
-        if kind != STOP:
-            if not self._in_flight:
-                self.head_since = time.monotonic()
-            place = self.trace.begin()
-            self.trace.receive(sequence)
-            self.trace.flag(FLAG_RELAYED)
-            self._in_flight.append(_InFlight(sequence, lease, lease_seq, place))
-            self._recent.append(self._in_flight[-1])
-        frame = seal(kind, flags, self._epoch, sequence)
-        for socket in self._steps:
-            try:
-                socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK)
-                socket.send(body, zmq.NOBLOCK)
-            except zmq.Again:
-                pass  # its process is gone, which the main thread is about to see
-
     def _from_output(self, most: int) -> None:
-        for header, body in _waiting(self._answers, most):
+        for header, body in waiting(self._stream.answers, most):
             self._answer(header, body)
 
     def _answer(self, frame: bytes, body: bytes) -> None:
-        kind, _, epoch, sequence = unseal(frame)
-        step = self._in_flight.popleft() if self._in_flight else None
-        if step is None or step.gang_seq != sequence or epoch != self._epoch:
-            raise RuntimeError(f"the output rank answered {sequence} of epoch {epoch}, outstanding was {step}")
-        self.head_since = time.monotonic() if self._in_flight else 0.0
-        self.trace.mark_at(step.place, DONE)
+        kind, step = self._stream.take(frame)
         if kind == RESET_DONE:
             return self._reset_done(msgspec.msgpack.decode(body, type=int))
         self.steps_done += 1
         lease = step.lease
         assert lease is not None
         if kind == Kind.REFUSED:
-            body = self._translate(body, sequence, step.lease_seq)
-        if lease is not self._lease:
-            return  # its lease has ended
-        lease.in_flight -= 1
-        lease.answered = step.lease_seq
-        header = Header(Kind(kind), 0, self._epoch, lease.number, step.lease_seq)
-        if self.recorder is not None:
-            self.recorder.frame(header.encode(), body)
-        self._deliver(lease, header, body)
+            body = self._stream.translated(body, step)
+        if lease is self._lease:  # else it has ended
+            lease.in_flight -= 1
+            header = self._deliver_answer(lease, Kind(kind), step.lease_seq, body)
+            if self.recorder is not None:
+                self.recorder.frame(header.encode(), body)
+        self._propose()
 
-    def _translate(self, body: bytes, gang_seq: int, lease_seq: int) -> bytes:
-        """A refusal names its cause by gang sequence; the scheduler knows only its own."""
-        refused = cast(Refused, decode_body(Kind.REFUSED, body))
-        if refused.cause_seq == gang_seq:
-            self._primary_refusal = (gang_seq, lease_seq)
-        cause, translated = self._primary_refusal
-        if refused.cause_seq != cause:
-            raise RuntimeError(f"step {gang_seq} is refused because of {refused.cause_seq}; refused last was {cause}")
-        return encode_body(msgspec.structs.replace(refused, cause_seq=translated))
+    def _deliver_answer(self, lease: Lease, kind: Kind, seq: int, body: bytes) -> Header:
+        lease.answered = seq
+        header = Header(kind, 0, self._epoch, lease.number, seq)
+        self._deliver(lease, header, body)
+        return header
+
+    # Operations.
+
+    def operate(self, body: bytes, settled: Callable[[Kind, bytes], None]) -> None:
+        """Carry out an operator's operation, in the gang's order. Posted by the main thread; `settled` is called on
+        this one, with the kind and body of the answer: Done, Refused or Error.
+        """
+        if self._operation is not None or self._state not in OPERABLE:
+            code = ErrorCode.NOT_READY if self._operation is None else ErrorCode.BARRIER
+            why = f"it is {self._state}" if self._operation is None else "another operation is being carried out"
+            return settled(Kind.ERROR, encode_body(Error(code, message=f"the gang takes no operation: {why}")))
+        self._operation = _Operation(body, None, 0, settled)
+        self._propose()
+
+    def _propose(self) -> None:
+        """Earlier steps are answered first, and a reset that is on its way."""
+        operation = self._operation
+        if operation is None or self._proposed or self._stream.in_flight:
+            return
+        self._proposed = True
+        if self._state is Gang.AWAITING_KV:  # its ranks take no frames yet
+            self._stream.expect(0, operation.lease, operation.lease_seq)
+            self._listener.configure_kv(operation.body)
+        else:
+            self._stream.send(Kind.CONTROL, 0, operation.body, operation.lease, operation.lease_seq)
+
+    def perform(self) -> None:
+        """All ranks have agreed to the operation."""
+        self._stream.send(PERFORM)
+
+    def settle(self, kind: Kind, body: bytes, *, moved: bool) -> None:
+        """The operation is answered. `moved`: the gang's state has, of which the holder is told already."""
+        operation, self._operation, self._proposed = self._operation, None, False
+        assert operation is not None
+        self._stream.answered()
+        if operation.settled is not None:
+            operation.settled(kind, body)
+            if not moved and (lease := self._lease) is not None and lease.held:  # it was told to wait, and may go on
+                self._tell(lease, Kind.EVENT, Event(self._state, self._epoch, lease.answered, self._facts_now))
+        elif operation.lease is self._lease and self._lease is not None:
+            if kind is Kind.REFUSED:
+                refused = cast(Refused, decode_body(kind, body))
+                body = encode_body(msgspec.structs.replace(refused, cause_seq=operation.lease_seq))
+            self._deliver_answer(self._lease, kind, operation.lease_seq, body)
+        self._reset()
 
     # Leases.
 
@@ -291,11 +329,14 @@ class Relay:
     def _welcome(self) -> None:
         assert self._lease is not None
         self._lease.welcome()
-        facts = self._facts if self._state is Gang.READY else None
         timeout_ms = int(self._lease_timeout * 1000)
-        welcome = Welcome(self._state, timeout_ms, [], self._dropped, facts)
+        welcome = Welcome(self._state, timeout_ms, [], self._dropped, self._facts_now)
         self._dropped = 0
         self._tell(self._lease, Kind.WELCOME, welcome)
+
+    @property
+    def _facts_now(self) -> Facts | None:
+        return self._facts if self._state in WITH_FACTS else None
 
     def _end_lease(self, event: LeaseEvent, code: str = "", message: str = "") -> None:
         lease, self._lease = self._lease, None
@@ -305,15 +346,26 @@ class Relay:
         self._ended.append(lease.number)
         if code:
             self._tell(lease, Kind.BYE, Bye(code, message))
-        if self._dirty and not self._resetting and self._state in (Gang.READY, Gang.DRAINING):
-            self._dirty, self._resetting = False, True
-            self._to_ranks(RESET, 0, b"")
+        if self._dirty and not self._resetting and self._state in _RESETTABLE:
+            self._resetting = True
+            self._reset()
+
+    def _reset(self) -> None:
+        """Have the ranks forget the lease, once an operation that they carry out is done."""
+        if self._resetting and self._dirty and not self._proposed:
+            self._dirty = False
+            if self._operation is not None and self._operation.lease is not None:
+                self._operation = None  # nobody waits for it, and it has not begun
+            self._stream.send(RESET)
 
     def _reset_done(self, dropped: int) -> None:
         self._dropped += dropped
         self._resetting = False
+        if self._state is Gang.UPDATING:
+            self._listener.update_lost()
         if self._lease is not None and not self._lease.held:
             self._welcome()
+        self._propose()
 
     def _patience(self) -> int | None:
         """Milliseconds until the next ping or the end of the lease, None without a lease."""
@@ -344,44 +396,5 @@ class Relay:
     def _deliver(self, lease: Lease, header: Header, body: bytes) -> None:
         """To a holder nothing may be lost in silence: one that is gone, or does not read, loses the lease instead."""
         lease.said = time.monotonic()
-        if not self._send(lease.identity, header, body) and lease is self._lease:
+        if not self._schedulers.send(lease.identity, header, body) and lease is self._lease:
             self._end_lease(LeaseEvent.TIMEOUT, "NOT_READING", "what was sent here could not be delivered")
-
-    def _answer_error(self, parts: Parts, error: WireError) -> None:
-        identity, lease = parts[0], self._lease
-        frame = parts[1] if len(parts) > 1 else b""
-        own = lease if lease is not None and lease.identity == identity else None
-        number = int.from_bytes(frame[12:16], "little") if len(frame) == 24 else 0
-        answer = Error(
-            error.code, read_sequence(frame), own.expected if own else None, error.field[:256], error.value[:256],
-            error.bound[:256], str(error)[:4096],
-        )  # fmt: skip
-        self._send(identity, Header(Kind.ERROR, 0, self._epoch, number), encode_body(answer))
-
-    def _send(self, identity: bytes, header: Header, body: bytes) -> bool:
-        """Whether it could be queued: not if the peer has gone, or its queue is full."""
-        try:
-            self._scheduler.send_multipart([identity, header.encode(), body], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
-
-
-def _waiting(socket: zmq.Socket[bytes], most: int) -> Iterator[Parts]:
-    """What is there already. Asking costs a fraction of the exception that a receive in vain raises."""
-    while most and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-        try:
-            parts = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        yield parts
-        most -= 1
-
-
-def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.maxmsgsize = HARD_FRAME_BYTES
-    socket.rcvhwm = FRAMES_WAITING  # before bind, or it is not heeded
-    socket.bind(endpoint)
-    return socket

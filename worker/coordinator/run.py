@@ -38,6 +38,7 @@ from worker.rank.stacks import offer as offer_stacks
 from worker.rank.status_file import create_status_file
 from worker.run_files import Claim, NameInUse, RunFiles
 from worker.step_trace import create_trace_file
+from workerproto.operations import Control
 from workerproto.states import StateError
 
 LAST_WORDS_S = 1.0
@@ -147,7 +148,7 @@ class _Coordinator:
         output_rank = config.world_size - config.tp
         self._relay = relay = Relay(
             context, files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease,
-            self._launch.epoch, self._relay_failed_there,
+            self._launch.epoch, self,
         )  # fmt: skip
         self._control = [
             bound(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
@@ -234,10 +235,25 @@ class _Coordinator:
     # Talking to people.
 
     async def _serve_admin(self) -> None:
+        waiting: set[asyncio.Task[None]] = set()  # for operations; the loop alone would not keep them
         while True:
             identity, *frames = await self._admin.recv_multipart()
-            answer = json.dumps(self._answer(frames)).encode()
-            send_now(self._admin, identity, answer)
+            if (operation := admin.operation_in(frames)) is not None:
+                task = asyncio.create_task(self._operate(identity, operation))
+                waiting.add(task)
+                task.add_done_callback(waiting.discard)
+            else:
+                self._answer_admin(identity, self._answer(frames))
+
+    def _answer_admin(self, identity: bytes, answer: dict[str, object]) -> None:
+        send_now(self._admin, identity, json.dumps(answer).encode())
+
+    async def _operate(self, identity: bytes, operation: Control) -> None:
+        """A rank that never answers ends the gang by the step limit, and with it this wait."""
+        answer = self._gang.operations.ask(operation)
+        await asyncio.wait((answer, self._gang.ended), return_when=asyncio.FIRST_COMPLETED)
+        told = answer.result() if answer.done() else {"error": "the gang has ended before it was done"}
+        self._answer_admin(identity, told | {"pid": os.getpid()})
 
     def _answer(self, frames: list[bytes]) -> dict[str, object]:
         try:
@@ -253,7 +269,7 @@ class _Coordinator:
             case "log-level":
                 return admin.log_level(self._gang, request)
             case _:
-                return {"error": 'not a request: one frame of JSON, {"op": "status"} or {"op": "down"}'}
+                return {"error": 'not a request: one frame of JSON, {"op": "status"}, "down" or an operation'}
 
     def _recorder(self) -> Recorder | None:
         wanted = self._config.observe.recording
@@ -288,12 +304,17 @@ class _Coordinator:
             for rank in (None, *range(self._config.world_size)):
                 bound_size(self._config.observe.log_file(rank))
 
-    def _relay_failed_there(self, error: BaseException) -> None:
-        """On the relay's thread."""
-        self._loop.call_soon_threadsafe(self._relay_failed, error)
+    # What the relay says, on its own thread.
 
-    def _relay_failed(self, error: BaseException) -> None:
-        self._gang.fail(causes.own(ExitCode.DISAGREEMENT, f"relay: {type(error).__name__}: {error}"))
+    def relay_failed(self, error: BaseException) -> None:
+        cause = causes.own(ExitCode.DISAGREEMENT, f"relay: {type(error).__name__}: {error}")
+        self._loop.call_soon_threadsafe(self._gang.fail, cause)
+
+    def configure_kv(self, body: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._gang.configure_kv, body)
+
+    def update_lost(self) -> None:
+        self._loop.call_soon_threadsafe(self._gang.update_lost)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "logs": Command("logs", "logs", "what its processes log", "workerctl logs --name demo --rank 1 -f"),
     "log-level": Command("log_level", "log_level", "log more, or less", "workerctl log-level debug --name demo"),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
+    "drain": Command("down", "drain", "end a gang in its step stream", "workerctl drain --name demo"),
     "conformance": Command(
         "conformance", "conformance", "hold a gang, or a scheduler, to the wire's spec",
         "workerctl conformance --name demo",

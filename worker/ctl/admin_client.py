@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import zmq
 
 from worker.exit_codes import ExitCode, Failure
 from worker.run_files import RunFiles, lock_holder
+from workerproto.operations import Control
 
 PATIENCE_S = 2.0
 NO_SUCH_GANG = 3  # of `status` and `down` alone
@@ -21,18 +23,29 @@ class NoSuchGang(Exception):
 def ask(files: RunFiles, operation: str, **arguments: str) -> dict[str, Any]:
     """Raises NoSuchGang, or Failure(LIMIT) if the coordinator lives and does not answer, or ValueError
     with what it answers if it does not take the request."""
+    return _ask(files, {"op": operation, **arguments}, PATIENCE_S)
+
+
+def operate(files: RunFiles, operation: Control, limit_s: float) -> dict[str, Any]:
+    """What an operation of the wire came to, once the gang has carried it out: {"done": …} or {"refused": …}. Raises as
+    `ask`.
+    """
+    return _ask(files, operation, limit_s)
+
+
+def _ask(files: RunFiles, request: Control | dict[str, str], limit_s: float) -> dict[str, Any]:
     holder = lock_holder(files)
     if holder is None:  # not by connecting: to a stale socket one can even send
         raise NoSuchGang(f"there is no gang {files.folder.name!r} in {files.folder.parent}")
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(files.admin_endpoint)
-        socket.send(json.dumps({"op": operation, **arguments}).encode())
-        if not socket.poll(int(PATIENCE_S * 1000)):
+        socket.send(msgspec.json.encode(request))
+        if not socket.poll(int(limit_s * 1000)):
             if lock_holder(files) is None:
                 raise NoSuchGang(f"gang {files.folder.name!r} has just ended")
             who = f"the coordinator of {files.folder.name!r}, process {holder},"
-            raise Failure(ExitCode.LIMIT, f"{who} does not answer within {PATIENCE_S:g} s")
+            raise Failure(ExitCode.LIMIT, f"{who} does not answer within {limit_s:g} s")
         answer: dict[str, Any] = json.loads(socket.recv())
     if "error" in answer:
         raise ValueError(answer["error"])

@@ -1,4 +1,4 @@
-"""`workerctl down`: the gang ends in order; returns once nothing of it is left."""
+"""`workerctl down` and `workerctl drain`: the gang ends in order; they return once nothing of it is left."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
+from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask, operate
 from worker.exit_codes import ExitCode, Failure
 from worker.options import Parser
 from worker.run_files import RunFiles, lock_holder
+from workerproto.operations import Drain
 from workerproto.rundir import DEFAULT_NAME
 
 
 def down(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """0 once it is gone, 3 if there is none. Raises Failure(LIMIT)."""
-    parser = Parser("workerctl down", "End a gang: steps in flight first, within its --drain-timeout.")
+    return _end("down", "End a gang: steps in flight first, within its --drain-timeout.", arguments, environment)
+
+
+def drain(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """0 once it is gone, 3 if there is none. Raises Failure(LIMIT), or ValueError if the gang refuses."""
+    about = "End a gang by an operation in its ordered stream: every step before it is answered first."
+    return _end(Drain(), about, arguments, environment)
+
+
+def _end(how: str | Drain, about: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    parser = Parser(f"workerctl {how if isinstance(how, str) else 'drain'}", about)
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument(
         "--timeout", type=float, default=60, metavar="SECONDS", help="to wait for its end (%(default)s)"
@@ -23,12 +34,15 @@ def down(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     files = RunFiles(options.name, environment)
+    deadline = time.monotonic() + options.timeout
     try:
-        pid = ask(files, "down")["pid"]
+        answer = ask(files, how) if isinstance(how, str) else operate(files, how, options.timeout)
     except NoSuchGang as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return NO_SUCH_GANG
-    deadline = time.monotonic() + options.timeout
+    if (refused := answer.get("refused")) is not None:
+        raise ValueError(f"gang {options.name!r} is not drained: {refused['message']}")
+    pid = answer["pid"]
     while lock_holder(files) == pid:
         if time.monotonic() > deadline:
             limit = f"{options.timeout:g} s"

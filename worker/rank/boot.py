@@ -16,7 +16,7 @@ from worker.config import GangConfig
 from worker.execution.handles import make_handles
 from worker.execution.make_runner import make_runner
 from worker.execution.runner import MOST_GRAPH_ROWS, RunnerConfig
-from worker.gang_messages import KvConfig, KvOffer, Loaded, Note, Phase, Warm
+from worker.gang_messages import KvOffer, Loaded, Note, Phase, Warm
 from worker.memory.ledger import Books
 from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
 from worker.memory.sleep import KV_CACHE, RUNTIME, WEIGHTS
@@ -24,6 +24,7 @@ from worker.memory.tensor_store import NoStore, open_store
 from worker.parallel.groups import Groups, make_groups
 from worker.rank.answers import Answers
 from worker.rank.memory_plan import MemoryPlan
+from worker.rank.operations import Operations
 from worker.rank.place import Place
 from worker.rank.seat import Seat, step_limits
 from worker.rank.step_loop import StepLoop
@@ -66,7 +67,7 @@ def bring_up(seat: Seat) -> StepLoop:
     seat.enter("profile")
     available = memory.profile(runner)
     seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))
-    agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
+    agreed = seat.agreed_cache()
 
     seat.enter("kv")
     memory.check_blocks(agreed.num_blocks, runner.num_blocks(available))
@@ -88,8 +89,8 @@ def bring_up(seat: Seat) -> StepLoop:
     )  # fmt: skip
     runner.reach = seat.fault_points.reach
     loop = StepLoop(
-        seat.steps(), runner, step_limits(config, agreed), place.epoch, answers,
-        status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
+        seat.steps(), runner, step_limits(config, agreed), place.epoch, answers, status=seat.status,
+        report=seat.control.report, fault_points=seat.fault_points, operations=Operations(),
     )  # fmt: skip
     seat.control.report(memory.reconciled(runner))
     seat.status.enter("ready")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import time
 from collections.abc import Callable
@@ -57,9 +58,10 @@ class Control:
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self.send(message)))
 
     def wait_for(self, kind: type[M], deadline: float, what: str) -> M:
-        """The next message, which must be of this kind. Raises Failure at the deadline (monotonic seconds)."""
+        """The next message, which must be of this kind. Raises Failure at the deadline (monotonic seconds, or inf)."""
         try:
-            message = self._for_compute.get(timeout=max(0.0, deadline - time.monotonic()))
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            message = self._for_compute.get(timeout=left)
         except queue.Empty:
             raise Failure(ExitCode.LIMIT, f"the coordinator did not send {what} within the start-up limit") from None
         assert isinstance(message, kind)

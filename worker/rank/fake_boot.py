@@ -6,8 +6,9 @@ So a scheduler, or what happens when something breaks, can be tried on a gang of
 from __future__ import annotations
 
 from worker.execution.fake_runner import FakeRunner
-from worker.gang_messages import KvConfig, KvOffer, Loaded, Phase, Warm
+from worker.gang_messages import KvOffer, Loaded, Phase, Warm
 from worker.rank.answers import Answers
+from worker.rank.operations import Operations
 from worker.rank.seat import Seat, step_limits
 from worker.rank.step_loop import StepLoop
 
@@ -26,7 +27,7 @@ def bring_up(seat: Seat) -> StepLoop:
     seat.enter("profile")
     available = config.memory.kv_bytes or 1 << 20
     seat.control.report(KvOffer(available, runner.block_bytes, runner.num_blocks(available)))
-    agreed = seat.control.wait_for(KvConfig, seat.deadline, "the agreed number of blocks")
+    agreed = seat.agreed_cache()
     seat.enter("kv")
     limits = step_limits(config, agreed)
     runner.allocate(limits)
@@ -38,7 +39,7 @@ def bring_up(seat: Seat) -> StepLoop:
     )  # fmt: skip
     loop = StepLoop(
         seat.steps(), runner, limits, seat.place.epoch, answers,
-        status=seat.status, report=seat.control.report, fault_points=seat.fault_points,
+        status=seat.status, report=seat.control.report, fault_points=seat.fault_points, operations=Operations(),
     )  # fmt: skip
     seat.status.enter("ready")
     seat.control.report(Phase("ready"))

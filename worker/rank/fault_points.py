@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from worker.topology import Topology
 
-PLACES = ("boot", "rendezvous", "load", "profile", "kv", "warmup", "step", "recv", "sample", "send")
+PLACES = ("boot", "rendezvous", "load", "profile", "kv", "warmup", "step", "recv", "sample", "send", "sleep", "wake")
 ACTIONS = "raise, raise:MemoryError, sleep:SECONDS, exit:CODE, signal:NAME, and at step and send corrupt"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,11 @@ class Seat:
         }
         self.control.report(Present(facts, device, threads))
         self.control.wait_for(Proceed, self.deadline, "the end of the roll-call")
+
+    def agreed_cache(self) -> KvConfig:
+        """Of what all ranks have offered; a scheduler that is to say so may come when it likes."""
+        deadline = math.inf if self.config.kv_config == "scheduler" else self.deadline
+        return self.control.wait_for(KvConfig, deadline, "the agreed number of blocks")
 
 
 def step_limits(config: GangConfig, agreed: KvConfig) -> StepLimits:

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("boot", "rendezvous", "load", "profile", "kv", "warmup", "ready", "step", "reset", "stopped")
+PHASES = ("boot", "rendezvous", "load", "profile", "kv", "warmup", "ready", "step", "reset", "stopped", "operation")
 SIZE = 128
 
 _MAGIC = b"RKST"
@@ -64,6 +64,11 @@ class StatusWriter:
             self._under_way.append(sequence)
             if len(self._under_way) == 1:
                 self._show_oldest()
+
+    def begin_operation(self, sequence: int) -> None:
+        self.step = sequence
+        self._step_since = time.monotonic()
+        self.enter("operation")
 
     def end_step(self, live_requests: int) -> None:
         with self._lock:

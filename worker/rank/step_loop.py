@@ -8,17 +8,21 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from worker import gang_messages
 from worker.execution.runner import StepRunner
 from worker.exit_codes import ExitCode, Failure
-from worker.gang_messages import RESET, STOP, unseal
+from worker.gang_messages import PERFORM, RESET, STOP, unseal
 from worker.rank.answers import Answers
 from worker.rank.fault_points import FaultPoints
+from worker.rank.operations import Operations, Report
 from worker.rank.status_file import StatusWriter
-from worker.step_trace import DONE, FLAG_REFUSED, FLAG_RESET, VALIDATED
-from workerproto.messages import Kind, Refused
+from worker.step_trace import DONE, FLAG_OPERATION, FLAG_REFUSED, FLAG_RESET, VALIDATED
+from workerproto.codec import encode_body
+from workerproto.messages import Kind
+from workerproto.operations import UpdateFinish, name_of
 from workerproto.steps import Refusal, StepLimits
 from workerproto.validate import StepValidator
 
@@ -31,6 +35,7 @@ class StepLoop:
     def __init__(
         self, socket: zmq.Socket[bytes], runner: StepRunner, limits: StepLimits, epoch: int, answers: Answers,
         status: StatusWriter, report: Callable[[gang_messages.FromRank], None], fault_points: FaultPoints,
+        operations: Operations,
     ) -> None:  # fmt: skip
         self._socket = socket
         self._runner = runner
@@ -41,6 +46,8 @@ class StepLoop:
         self._status = status
         self._report = report
         self._fault_points = fault_points
+        self._operations = operations
+        self._perform: Callable[[], Report] | None = None
         self._judged: deque[tuple[int, int]] = deque()
 
     def take_digests(self) -> tuple[int, bytes]:
@@ -65,6 +72,10 @@ class StepLoop:
             expected += 1
             if kind == Kind.STEP:
                 self._step(sequence, flags, body)
+            elif kind == Kind.CONTROL:
+                self._propose(sequence, body)
+            elif kind == PERFORM:
+                self._carry_out(sequence)
             elif kind == RESET:
                 self._reset(sequence)
             elif kind == STOP:
@@ -98,13 +109,43 @@ class StepLoop:
         trace.mark(DONE)
 
     def _refuse(self, sequence: int, refusal: Refusal) -> None:
-        answer = Refused(
-            refusal.code, refusal.cause, refusal.request, refusal.field, refusal.value[:256], refusal.bound[:256],
-            str(refusal),
-        )  # fmt: skip
-        self._answers.refused(sequence, answer, self._validator.live_requests)
+        self._answers.refused(sequence, refusal.as_message(), self._validator.live_requests)
         _log.info(f"step {sequence} is refused: {refusal.code}: {refusal}")
         self._report(gang_messages.Refusal(sequence, refusal.code, refusal.request, refusal.field))
+
+    def _propose(self, sequence: int, body: bytes) -> None:
+        """Say whether this rank can carry out an operation; nothing of it happens yet."""
+        self._status.begin_operation(sequence)
+        try:
+            proposed = self._validator.propose(sequence, body)
+            self._perform = self._operations.prepare(proposed.operation)
+        except Refusal as refusal:
+            refusal.cause = sequence
+            self._perform = None
+            self._report(gang_messages.Declined(sequence, msgspec.Raw(encode_body(refusal.as_message()))))
+        else:
+            self._report(gang_messages.Agreed(sequence))
+        self._end_operation(sequence)
+
+    def _carry_out(self, sequence: int) -> None:
+        """All ranks can: do it. From here on whatever goes wrong ends the gang."""
+        perform, self._perform = self._perform, None
+        if perform is None:
+            raise Failure(ExitCode.DISAGREEMENT, "an operation is to be carried out that this rank has not agreed to")
+        self._status.begin_operation(sequence)
+        done = self._validator.carry_out()
+        operation = done.operation
+        self._fault_points.reach(name_of(operation))
+        report = msgspec.Raw(msgspec.msgpack.encode(perform()))
+        named = operation.weights_id if isinstance(operation, UpdateFinish) else None
+        self._report(gang_messages.Performed(done.sequence, name_of(operation), done.event, report, named))
+        self._end_operation(sequence)
+
+    def _end_operation(self, sequence: int) -> None:
+        self._judged.append((sequence, self._validator.digest))
+        self._status.enter("ready")
+        self._trace.flag(FLAG_OPERATION)
+        self._trace.mark(DONE)
 
     def _reset(self, sequence: int) -> None:
         self._status.enter("reset")

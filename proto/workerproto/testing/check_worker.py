@@ -14,6 +14,7 @@ from contextlib import closing
 
 from workerproto.client import Client
 from workerproto.testing.conformance_bench import Bench, Rule
+from workerproto.testing.conformance_control import OPERATIONS
 from workerproto.testing.conformance_frames import FRAMES
 from workerproto.testing.conformance_leases import LEASES
 from workerproto.testing.conformance_link import Link, NotProvoked, Unmet
@@ -22,7 +23,7 @@ from workerproto.testing.conformance_steps import STEPS
 from workerproto.testing.report import Outcome, Report
 
 RULES: tuple[Rule, ...] = tuple(
-    sorted((*FRAMES, *LEASES, *REFUSALS, *STEPS), key=lambda rule: int(rule.name.partition(".")[0]))
+    sorted((*FRAMES, *LEASES, *OPERATIONS, *REFUSALS, *STEPS), key=lambda rule: int(rule.name.partition(".")[0]))
 )
 """In the order of the spec's sections, which their names begin with."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from workerproto.codec import encode_body, pack
-from workerproto.messages import Bye, Control, ErrorCode, HeaderFlag, Hello, Kind, RefusalCode, Sample, Step
+from workerproto.messages import Bye, ErrorCode, HeaderFlag, Hello, Kind, RefusalCode, Sample, Step
 from workerproto.testing.conformance_bench import Bench, Rules
 from workerproto.testing.conformance_link import MAX_FRAME_BYTES, Link, require
 
@@ -75,10 +75,6 @@ _in_error("6.bye-unknown-field", _E.BAD_BODY, lambda link: (header(link, kind=in
 _in_error(
     "19.sample", _E.NOT_IMPLEMENTED,
     lambda link: (header(link, kind=int(Kind.SAMPLE)), encode_body(Sample(1, pack([]), pack([])))), names_seq=True,
-)  # fmt: skip
-_in_error(
-    "19.control", _E.NOT_IMPLEMENTED,
-    lambda link: (header(link, kind=int(Kind.CONTROL)), encode_body(Control("sleep"))), names_seq=True,
 )  # fmt: skip
 _in_error(
     "19.sample-follows", _E.NOT_IMPLEMENTED,

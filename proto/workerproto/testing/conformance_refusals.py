@@ -10,7 +10,8 @@ from functools import partial
 import msgspec
 
 from workerproto.codec import encode_body, pack
-from workerproto.messages import INT32_MAX, RefusalCode, Sampling, Step
+from workerproto.fields import INT32_MAX
+from workerproto.messages import RefusalCode, Sampling, Step
 from workerproto.testing.conformance_bench import FORCED, PROMPT, SAMPLE, Bench, Rules, Scene, drawn
 from workerproto.testing.slow_rules import PlainRow, PlainStart, PlainStep
 

@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_lease, read_sequence
 from workerproto.messages import (
     ORDERED_KINDS,
     Bye,
     Cache,
+    Done,
     Error,
     ErrorCode,
     Event,
@@ -26,14 +29,16 @@ from workerproto.messages import (
     Kind,
     Limits,
     Message,
+    RefusalCode,
     Refused,
     Result,
     Welcome,
 )
-from workerproto.states import Gang
+from workerproto.operations import ConfigureKv, Control, UpdateFinish, name_of
+from workerproto.states import GANG, OPERABLE, STEPPING, WITH_FACTS, Gang
 from workerproto.steps import Refusal, StepLimits
 from workerproto.testing.fake_model import FakeModel
-from workerproto.validate import StepValidator
+from workerproto.validate import StepValidator, read_control
 
 Outgoing = tuple[bytes, bytes, bytes]
 """Peer, header, body."""
@@ -74,12 +79,13 @@ class FakeGang:
         facts: Facts | None = None,
         *,
         ready: bool = True,
+        awaits_kv: bool = False,
         delay_s: float = 0.0,
         lease_timeout_ms: int = 10_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts or fake_facts()
-        self.state = Gang.READY if ready else Gang.LOADING
+        self.state = Gang.AWAITING_KV if awaits_kv else Gang.READY if ready else Gang.LOADING
         self.epoch = 1
         self.outbox: list[Outgoing] = []
         self.held_back = False
@@ -91,15 +97,18 @@ class FakeGang:
         self._ended_leases: set[int] = set()
         self._dropped = 0  # requests, since the last Welcome
         self._answers: deque[tuple[float, int, Kind, Result | Refused]] = deque()
+        self._operation: tuple[int, bytes] | None = None  # sequence and body, until the steps before it are answered
         self._to_refuse = 0
+        self._make_ranks()
+
+    def _make_ranks(self) -> None:
         self.validator = StepValidator(StepLimits.from_facts(self.facts))
         self._model = FakeModel(self.validator.limits)
 
     # What a test asks for.
 
     def become_ready(self) -> None:
-        self.state = Gang.READY
-        self._event(Event(self.state, self.epoch, self._last_answered, self.facts))
+        self._enter(Gang.READY)
 
     def hold_back(self) -> None:
         """Answer no step until `release`."""
@@ -109,17 +118,20 @@ class FakeGang:
         self.held_back = False
         self.tick()
 
+    def operate(self, operation: Control) -> None:
+        """What an operator asks for, once the steps in flight are answered; the holder is told by Event."""
+        self._operation = (0, encode_body(operation))
+
     def refuse_next(self, steps: int = 1) -> None:
         """Have the ranks refuse so many steps MALFORMED, whatever they are, from the next one on."""
         self._to_refuse = steps
 
-    def fail(
-        self, message: str = "made to fail", code: int = 70, rank: int = 0, *, restarts: bool = False
-    ) -> None:
+    def fail(self, message: str = "made to fail", code: int = 70, rank: int = 0, *, restarts: bool = False) -> None:
         """Fail with this first cause; what is unanswered stays so. The lease ends unless it `restarts`."""
         self.state = Gang.FAILED
         fault = Fault(code, rank, "step", self._answers[0][1] if self._answers else None, None, message)
         self._answers.clear()
+        self._operation = None
         self._event(Event(self.state, self.epoch, self._last_answered, None, fault))
         if not restarts:
             self._end_lease(Bye("FAILED", message))
@@ -127,8 +139,7 @@ class FakeGang:
     def restart(self, facts: Facts | None = None) -> None:
         """Begin the next epoch, with the same lease, perhaps other facts, and nothing else left of the last one."""
         self.facts = facts or self.facts
-        self.validator = StepValidator(StepLimits.from_facts(self.facts))
-        self._model = FakeModel(self.validator.limits)
+        self._make_ranks()
         self.epoch += 1
         self.state = Gang.STARTING
         self._event(Event(self.state, self.epoch, self._last_answered))
@@ -155,6 +166,9 @@ class FakeGang:
             if self._holder:
                 self._holder.last_answered = seq
                 self._send(self._holder.peer, kind, answer, self._holder.lease, seq)
+        if self._operation is not None and not self._answers and not self.held_back:
+            (seq, body), self._operation = self._operation, None
+            self._operate(seq, body)
         if self._holder and now >= self._holder.heard + self._lease_timeout_ms / 1000:
             self._end_lease(Bye("TIMEOUT", f"nothing was heard for {self._lease_timeout_ms} ms"))
         elif self._holder and now >= self._holder.said + self._lease_timeout_ms / 3000:
@@ -193,8 +207,12 @@ class FakeGang:
             raise WireError(code, f"lease {header.lease} does not hold the gang", "lease", str(header.lease))
         holder.heard = self._clock()
         if header.kind in ORDERED_KINDS:
-            self._judge_step(header, holder)
-            self._step(header, body, holder)
+            self._judge_ordered(header, holder)
+            holder.next_seq += 1
+            if header.kind is Kind.CONTROL:
+                self._operation = (header.seq, body)
+            else:
+                self._step(header, body)
         elif header.kind is Kind.PING:
             decode_body(header.kind, body)
             self._send(peer, Kind.PONG, None, holder.lease)
@@ -217,7 +235,7 @@ class FakeGang:
             raise WireError(ErrorCode.LEASE_HELD, "another scheduler holds the gang", "takeover", "false", "true")
         self._end_lease(Bye("TAKEOVER", f"taken over by {hello.client or 'another'}"))
         self._holder = _Holder(peer, header.lease, self._clock(), self._clock())
-        facts = self.facts if self.state is Gang.READY else None
+        facts = self.facts if self.state in WITH_FACTS else None
         welcome = Welcome(self.state, self._lease_timeout_ms, [], self._dropped, facts)
         self._dropped = 0
         self._send(peer, Kind.WELCOME, welcome, header.lease)
@@ -228,32 +246,85 @@ class FakeGang:
             if bye:
                 self._send(self._holder.peer, Kind.BYE, bye, self._holder.lease)
         self._holder = None
+        if self._operation is not None and self._operation[0]:
+            self._operation = None
         self._answers.clear()
         self._dropped += self.validator.reset()
+        if self.state is Gang.UPDATING:
+            self.state = Gang.READY
+            self.facts = replace(self.facts, weights_valid=False)
 
-    def _judge_step(self, header: Header, holder: _Holder) -> None:
+    def _judge_ordered(self, header: Header, holder: _Holder) -> None:
         """First tier: what a coordinator can tell without reading the body."""
         seq, credit = header.seq, self.facts.limits.steps_in_flight
         if header.epoch != self.epoch:
-            raise WireError(
-                ErrorCode.BAD_EPOCH, f"epoch is {self.epoch}", "epoch", str(header.epoch), str(self.epoch)
-            )
-        if header.kind is not Kind.STEP:
+            raise WireError(ErrorCode.BAD_EPOCH, f"epoch is {self.epoch}", "epoch", str(header.epoch), str(self.epoch))
+        if header.kind is Kind.SAMPLE:
             raise WireError(ErrorCode.NOT_IMPLEMENTED, header.kind.name, "kind", header.kind.name)
         if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
             raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS", "flags", hex(header.flags))
-        if self.state is not Gang.READY:
+        if self.state not in (OPERABLE if header.kind is Kind.CONTROL else STEPPING):
             raise WireError(ErrorCode.NOT_READY, f"the gang is {self.state}", "state", self.state, Gang.READY)
+        if self._operation is not None:
+            raise WireError(ErrorCode.BARRIER, f"Control {self._operation[0]} is not answered yet", "kind")
         if seq != holder.next_seq:
             raise WireError(
                 ErrorCode.BAD_SEQUENCE, f"{holder.next_seq} comes next", "seq", str(seq), str(holder.next_seq)
             )
-        if len(self._answers) >= credit:
+        if header.kind is Kind.STEP and len(self._answers) >= credit:
             raise WireError(ErrorCode.NO_CREDIT, f"{credit} steps are unanswered", "credit", str(credit), str(credit))
 
-    def _step(self, header: Header, body: bytes, holder: _Holder) -> None:
+    def _operate(self, seq: int, body: bytes) -> None:
+        """The barrier: every step before has been answered. Sequence 0 is an operator's."""
+        answer: Done | Refused
+        try:
+            if self.state is Gang.AWAITING_KV:
+                operation, event = self._configure(read_control(body)), None
+            else:
+                operation, event = self.validator.propose(seq, body)[1:]
+                self.validator.carry_out()
+        except Refusal as refusal:
+            refusal.cause = seq
+            kind, answer = Kind.REFUSED, refusal.as_message()
+        else:
+            kind, answer = Kind.DONE, Done(name_of(operation), [{}] * (self.facts.tp * self.facts.pp))
+            if isinstance(operation, UpdateFinish):
+                self.facts = replace(self.facts, weights_id=operation.weights_id, weights_valid=True)
+            if event is not None:
+                self._enter(GANG[self.state, event])
+        if not seq:
+            if kind is Kind.REFUSED or event is None:  # no Event has told the holder that it may go on
+                self._enter(self.state)
+        elif self._holder:
+            self._holder.last_answered = seq
+            self._send(self._holder.peer, kind, answer, self._holder.lease, seq)
+        if self.state is Gang.AWAITING_KV and kind is Kind.DONE:
+            self._enter(Gang.READY)
+        if self.state is Gang.DRAINING:
+            self._enter(Gang.STOPPING)
+            self._enter(Gang.STOPPED)
+            self._end_lease(Bye("STOPPED", "the gang has stopped"))
+
+    def _configure(self, operation: Control) -> Control:
+        most = self.facts.kv.num_blocks
+        if not isinstance(operation, ConfigureKv):
+            message = "the gang waits for configure_kv"
+            raise Refusal(RefusalCode.AWAITING_KV, message, "op", name_of(operation), "configure_kv")
+        if not 1 <= operation.num_blocks <= most:
+            message = f"there is room for 1 … {most} blocks"
+            raise Refusal(RefusalCode.BAD_ARGUMENT, message, "num_blocks", operation.num_blocks, most)
+        kv = replace(self.facts.kv, num_blocks=operation.num_blocks)
+        length = min(self.facts.max_model_len, kv.num_blocks * kv.block_size)
+        self.facts = replace(self.facts, kv=kv, max_model_len=length)
+        self._make_ranks()
+        return operation
+
+    def _enter(self, state: Gang) -> None:
+        self.state = state
+        self._event(Event(state, self.epoch, self._last_answered, self.facts if state in WITH_FACTS else None))
+
+    def _step(self, header: Header, body: bytes) -> None:
         """Second tier: what every rank does."""
-        holder.next_seq += 1
         self.steps_done += 1
         if self._to_refuse:
             self._to_refuse, body = self._to_refuse - 1, b"\xc1"  # a byte that msgpack never uses
@@ -263,9 +334,7 @@ class FakeGang:
             accepted = self.validator.check(header.seq, header.flags, body)
             kind, answer = Kind.RESULT, self._model.execute(accepted, self.validator.table)
         except Refusal as refusal:
-            kind, answer = Kind.REFUSED, Refused(
-                refusal.code, refusal.cause, refusal.request, refusal.field, refusal.value, refusal.bound, str(refusal)
-            )
+            kind, answer = Kind.REFUSED, refusal.as_message()
         self._answers.append((self._clock() + self._delay_s, header.seq, kind, answer))
 
     @property

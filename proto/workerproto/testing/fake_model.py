@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from workerproto.codec import Int32Array, pack
-from workerproto.messages import Packed, Result, RowFlag, Sampling
+from workerproto.fields import Packed
+from workerproto.messages import Result, RowFlag, Sampling
 from workerproto.steps import AcceptedStep, RequestTable, StepLimits
 
 GREEDY = Sampling()

@@ -139,10 +139,10 @@ class RefusesAgain(RefusesStart):
 
     rule = "15.refused-again"
 
-    def _step(self, header: Header, body: bytes, holder: object) -> None:
+    def _step(self, header: Header, body: bytes) -> None:
         if header.flags & HeaderFlag.RESYNC and len(self.asked) == 1:
             self.refuse_next()
-        super()._step(header, body, holder)
+        super()._step(header, body)
 
 
 class Restarts(Scenario):

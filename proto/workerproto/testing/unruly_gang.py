@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from workerproto.codec import Header
 from workerproto.messages import Facts
 from workerproto.testing.fake_gang import FakeGang
@@ -20,11 +18,11 @@ class UnrulyGang(FakeGang):
         self._restart_every = restart_every
         self._fail_at = fail_at
 
-    def _step(self, header: Header, body: bytes, holder: Any) -> None:
+    def _step(self, header: Header, body: bytes) -> None:
         count = self.steps_done + 1
         if self._refuse_every and not count % self._refuse_every:
             self.refuse_next()
-        super()._step(header, body, holder)
+        super()._step(header, body)
         if count == self._fail_at:
             self.fail(f"made to fail at step {count}")
         elif self._restart_every and not count % self._restart_every:

@@ -47,6 +47,7 @@ BY_ERROR: dict[ErrorCode, str] = {
     ErrorCode.BAD_SEQUENCE: "8.sequence",
     ErrorCode.NO_CREDIT: "8.credit",
     ErrorCode.NOT_READY: "9.ready",
+    ErrorCode.BARRIER: "22.operations",
     ErrorCode.NOT_IMPLEMENTED: "19.not-implemented",
 }
 BY_REFUSAL: dict[RefusalCode, str] = {
@@ -73,6 +74,12 @@ BY_REFUSAL: dict[RefusalCode, str] = {
         (RefusalCode.TOO_LONG, RefusalCode.TOKEN_OUT_OF_VOCABULARY, RefusalCode.TOO_MANY_TOKENS,
          RefusalCode.TOO_MANY_ROWS, RefusalCode.TOO_MANY_REQUESTS),
         "12.limits",
+    ),
+    **dict.fromkeys(
+        (RefusalCode.REQUESTS_LIVE, RefusalCode.ASLEEP, RefusalCode.NOT_ASLEEP, RefusalCode.UPDATING,
+         RefusalCode.NOT_UPDATING, RefusalCode.WEIGHTS_INVALID, RefusalCode.AWAITING_KV, RefusalCode.KV_CONFIGURED,
+         RefusalCode.BAD_ARGUMENT),
+        "22.operations",
     ),
 }  # fmt: skip
 """AFTER_REFUSAL is no breach: steps sent behind a refused one cannot know."""
@@ -191,19 +198,19 @@ class WatchedGang(FakeGang):
         self._pings.clear()
         self.on_hello()
 
-    def _judge_step(self, header: Header, holder: object) -> None:
-        super()._judge_step(header, holder)  # type: ignore[arg-type]  # the holder is the base's own affair
+    def _judge_ordered(self, header: Header, holder: object) -> None:
+        super()._judge_ordered(header, holder)  # type: ignore[arg-type]  # the holder is the base's own affair
         self.tried |= set(BY_ERROR.values()) | set(BY_REFUSAL.values()) - {"15.resync"} | {"9.pong", "9.speaks"}
         self.steps += 1
         # So many steps can only be sent by one who has read answers that came behind the Ping.
         if self._pings and self.steps - self._pings[0].steps > 2 * self.facts.limits.steps_in_flight + 2:
             self.breach("9.pong", f"Ping has no Pong, {self.steps - self._pings[0].steps} steps later")
 
-    def _step(self, header: Header, body: bytes, holder: object) -> None:
+    def _step(self, header: Header, body: bytes) -> None:
         self.flags = header.flags
         if self._to_refuse:
             self.asked.add(header.seq)
-        super()._step(header, body, holder)  # type: ignore[arg-type]  # as above
+        super()._step(header, body)
         answer = self._answers[-1][3]
         if isinstance(answer, Result):
             self.resyncs += bool(header.flags & HeaderFlag.RESYNC)

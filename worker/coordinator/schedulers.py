@@ -1,0 +1,36 @@
+"""The socket that schedulers connect to: what is sent on it, and that a mistake is answered to whoever made it."""
+
+from __future__ import annotations
+
+import zmq
+
+from worker.coordinator.lease import Lease
+from workerproto.codec import Header, WireError, encode_body, read_lease, read_sequence
+from workerproto.messages import Error, Kind
+
+
+class Schedulers:
+    """A bound ROUTER. `socket` is for polling and receiving."""
+
+    def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
+        self.socket = socket
+        self.socket.router_mandatory = True
+        self._epoch = epoch
+
+    def send(self, identity: bytes, header: Header, body: bytes) -> bool:
+        """Whether it could be queued: not if the peer has gone, or its queue is full."""
+        try:
+            self.socket.send_multipart([identity, header.encode(), body], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def answer_error(self, parts: list[bytes], error: WireError, holder: Lease | None) -> None:
+        """The frame in `parts`, behind its sender's identity, counts as never sent."""
+        identity, frame = parts[0], parts[1] if len(parts) > 1 else b""
+        own = holder if holder is not None and holder.identity == identity else None
+        answer = Error(
+            error.code, read_sequence(frame), own.expected if own else None, error.field[:256], error.value[:256],
+            error.bound[:256], str(error)[:4096],
+        )  # fmt: skip
+        self.send(identity, Header(Kind.ERROR, 0, self._epoch, read_lease(frame)), encode_body(answer))

@@ -1,0 +1,133 @@
+"""The ordered stream to the ranks: one sequence of the gang, the same bytes to all of them, what is in flight, and the
+answers of the output rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import msgspec
+import zmq
+
+from worker.config import HARD_FRAME_BYTES
+from worker.coordinator.lease import Lease
+from worker.gang_messages import PERFORM, STOP, seal, unseal
+from worker.run_files import RunFiles
+from worker.step_trace import DONE, FLAG_RELAYED, StepTrace
+from workerproto.codec import decode_body, encode_body
+from workerproto.messages import Kind, Refused
+
+FRAMES_WAITING = 16
+"""Messages that are read ahead of one peer; the rest stays with it, and costs memory of its own, not of ours."""
+
+_UNANSWERED = (STOP, PERFORM)
+"""Kinds that the output rank does not answer here."""
+
+
+class InFlight(NamedTuple):
+    """A frame that waits for its answer. `lease` is None for what no scheduler has sent."""
+
+    gang_seq: int
+    lease: Lease | None
+    lease_seq: int
+    place: int  # of its record in the trace
+
+
+class Stream:
+    """answers: the socket of the output rank's answers. head_since: since when (monotonic seconds) the oldest frame in
+    flight waits for its answer; 0 if none is. recent: the last frames that were sent, answered or not.
+    trace: of the frames relayed.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, world_size: int, output_rank: int, epoch: int
+    ) -> None:
+        self._epoch = epoch
+        self._steps = [bind(context, zmq.DEALER, files.steps_endpoint(rank)) for rank in range(world_size)]
+        self.answers = bind(context, zmq.PULL, files.answers_endpoint(output_rank))
+        self.in_flight: deque[InFlight] = deque()
+        self.recent: deque[InFlight] = deque(maxlen=64)
+        self.head_since = 0.0
+        self.trace = StepTrace()
+        self._sequence = 0
+        self._primary_refusal = (0, 0)  # gang sequence, lease sequence
+
+    def send(
+        self, kind: int, flags: int = 0, body: bytes = b"", lease: Lease | None = None, lease_seq: int = 0
+    ) -> None:
+        self._sequence = sequence = self._sequence + 1
+        if kind not in _UNANSWERED:
+            self.expect(sequence, lease, lease_seq)
+        frame = seal(kind, flags, self._epoch, sequence)
+        for socket in self._steps:
+            try:
+                socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK)
+                socket.send(body, zmq.NOBLOCK)
+            except zmq.Again:
+                pass  # its process is gone, which the main thread is about to see
+
+    def expect(self, gang_seq: int, lease: Lease | None, lease_seq: int) -> None:
+        """An answer is due."""
+        if not self.in_flight:
+            self.head_since = time.monotonic()
+        place = self.trace.begin()
+        self.trace.receive(gang_seq)
+        self.trace.flag(FLAG_RELAYED)
+        frame = InFlight(gang_seq, lease, lease_seq, place)
+        self.in_flight.append(frame)
+        self.recent.append(frame)
+
+    def answered(self) -> InFlight | None:
+        """The oldest frame has its answer; None if there was none."""
+        frame = self.in_flight.popleft() if self.in_flight else None
+        self.head_since = time.monotonic() if self.in_flight else 0.0
+        if frame is not None:
+            self.trace.mark_at(frame.place, DONE)
+        return frame
+
+    def take(self, frame: bytes) -> tuple[int, InFlight]:
+        """The kind of an answer of the output rank, and what it answers. Raises RuntimeError if that was not due."""
+        kind, _, epoch, sequence = unseal(frame)
+        step = self.answered()
+        if step is None or step.gang_seq != sequence or epoch != self._epoch:
+            raise RuntimeError(f"the output rank answered {sequence} of epoch {epoch}, outstanding was {step}")
+        return kind, step
+
+    def translated(self, body: bytes, step: InFlight) -> bytes:
+        """A refusal names its cause by gang sequence; the scheduler knows only its own."""
+        refused = cast(Refused, decode_body(Kind.REFUSED, body))
+        if refused.cause_seq == step.gang_seq:
+            self._primary_refusal = (step.gang_seq, step.lease_seq)
+        cause, translated = self._primary_refusal
+        if refused.cause_seq != cause:
+            raise RuntimeError(
+                f"step {step.gang_seq} is refused because of {refused.cause_seq}; refused last was {cause}"
+            )
+        return encode_body(msgspec.structs.replace(refused, cause_seq=translated))
+
+    def close(self, linger_ms: int) -> None:
+        for socket in (self.answers, *self._steps):
+            socket.close(linger=linger_ms)
+
+
+def waiting(socket: zmq.Socket[bytes], most: int) -> Iterator[list[bytes]]:
+    """What is there already. Asking costs a fraction of the exception that a receive in vain raises."""
+    while most and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        try:
+            parts = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield parts
+        most -= 1
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.maxmsgsize = HARD_FRAME_BYTES
+    socket.rcvhwm = FRAMES_WAITING  # before bind, or it is not heeded
+    socket.bind(endpoint)
+    return socket
