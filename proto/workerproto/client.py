@@ -25,6 +25,7 @@ from workerproto.session import Frames, Received, Session
 from workerproto.states import Gang, RemoteStateError
 
 _PARTING_S = 0.2
+_NOW, _MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE | zmq.DONTWAIT)
 MAX_FRAME_BYTES = 64 * 2**20
 """Hard limit of one frame; a peer that sends more is disconnected."""
 
@@ -241,6 +242,7 @@ class Client:
 
     def _send(self, frames: Frames) -> None:
         try:
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
+            self._socket.send(frames[0], _MORE)
+            self._socket.send(frames[1], _NOW)
         except zmq.Again:
             raise RemoteStateError(f"{self.endpoint} does not read what is sent to it") from None

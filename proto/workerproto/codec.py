@@ -26,6 +26,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 
 _HEADER = struct.Struct("<4sBBHIIQ")
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _STEP_FLAGS = int(HeaderFlag.SAMPLE_FOLLOWS | HeaderFlag.RESYNC)
 _KINDS = {int(kind): kind for kind in Kind}
 
@@ -145,14 +146,16 @@ def pack(values: Int32Array | Sequence[int]) -> Packed:
     """int32 little-endian bytes of a sequence of integers. Raises OverflowError if a Python integer is outside
     int32.
     """
-    return memoryview(np.asarray(values, dtype="<i4").tobytes())
+    if type(values) is not np.ndarray or values.dtype is not _INT32:
+        values = np.asarray(values, _INT32)
+    return memoryview(values.tobytes())
 
 
 def unpack(packed: Packed) -> Int32Array:
     """int32 [len / 4] view. Raises ValueError if the length is not a multiple of 4."""
-    return np.frombuffer(packed, dtype="<i4")
+    return np.frombuffer(packed, _INT32)
 
 
 def unpack_floats(packed: Packed) -> Float32Array:
     """float32 [len / 4] view. Raises ValueError if the length is not a multiple of 4."""
-    return np.frombuffer(packed, dtype="<f4")
+    return np.frombuffer(packed, _FLOAT32)

@@ -8,6 +8,8 @@ from worker.coordinator.lease import Lease
 from workerproto.codec import Header, WireError, encode_body, read_lease, read_sequence
 from workerproto.messages import Error, Kind
 
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
+
 
 class Schedulers:
     """A bound ROUTER. `socket` is for polling and receiving."""
@@ -19,8 +21,10 @@ class Schedulers:
 
     def send(self, identity: bytes, header: Header, body: bytes) -> bool:
         """Whether it could be queued: not if the peer has gone, or its queue is full."""
-        try:
-            self.socket.send_multipart([identity, header.encode(), body], zmq.NOBLOCK)
+        try:  # one by one: send_multipart looks at every part first, which takes longer than to send it
+            self.socket.send(identity, _MORE)
+            self.socket.send(header.encode(), _MORE)
+            self.socket.send(body, _NOW)
         except zmq.ZMQError:
             return False
         return True

@@ -23,6 +23,8 @@ from workerproto.messages import Kind, Refused
 FRAMES_WAITING = 16
 """Messages that are read ahead of one peer; the rest stays with it, and costs memory of its own, not of ours."""
 
+# As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
+_READABLE, _NOW, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 _UNANSWERED = (STOP, PERFORM)
 """Kinds that the output rank does not answer here."""
 
@@ -64,8 +66,8 @@ class Stream:
         frame = seal(kind, flags, self._epoch, sequence)
         for socket in self._steps:
             try:
-                socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK)
-                socket.send(body, zmq.NOBLOCK)
+                socket.send(frame, _MORE)
+                socket.send(body, _NOW)
             except zmq.Again:
                 pass  # its process is gone, which the main thread is about to see
 
@@ -115,7 +117,7 @@ class Stream:
 
 def waiting(socket: zmq.Socket[bytes], most: int) -> Iterator[list[bytes]]:
     """What is there already. Asking costs a fraction of the exception that a receive in vain raises."""
-    while most and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    while most and socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]  # this option is an int
         try:
             parts = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

@@ -61,7 +61,7 @@ class StepLoop:
         trace = self._trace
         while True:
             trace.begin()
-            header, body = self._socket.recv_multipart()
+            header, body = self._socket.recv(), self._socket.recv()
             kind, flags, epoch, sequence = unseal(header)
             trace.receive(sequence)
             if sequence != expected or epoch != self._epoch:
