@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from worker.memory.probe import ProbeSettings, Reading
@@ -30,3 +33,19 @@ class Troubled(SimulatedDevice):
         others = min(self.looks, 10) * NEIGHBOUR // 10 if self.rank == 0 else 0
         told = (f"process 77: {others} bytes",) if others else ()
         return Reading(seen.total, seen.free - others, seen.allocated, others=others, holders=told)
+
+
+class Crowded(SimulatedDevice):
+    """On rank 1 a neighbour has all but 1 MiB of what is free for as long as the file "crowd" is in the run
+    directory."""
+
+    def __init__(self, settings: ProbeSettings) -> None:
+        super().__init__(settings)
+        self.crowd = Path(os.environ["RANKD_RUN_DIR"]) / "crowd"
+        self.rank = settings.rank
+
+    def read(self) -> Reading:
+        seen = super().read()
+        if self.rank != 1 or not self.crowd.exists():
+            return seen
+        return Reading(seen.total, MIB, seen.allocated, others=seen.free - MIB)

@@ -34,6 +34,8 @@ COMMANDS = {
     "replay": Command("replay", "replay", "feed a recording to a gang", "workerctl replay steps.rec --name demo"),
     "logs": Command("logs", "logs", "what its processes log", "workerctl logs --name demo --rank 1 -f"),
     "log-level": Command("log_level", "log_level", "log more, or less", "workerctl log-level debug --name demo"),
+    "sleep": Command("sleep", "sleep", "give device memory back", "workerctl sleep --name demo --level 1"),
+    "wake": Command("sleep", "wake", "take device memory again", "workerctl wake --name demo"),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
     "drain": Command("down", "drain", "end a gang in its step stream", "workerctl drain --name demo"),
     "conformance": Command(

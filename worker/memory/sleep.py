@@ -64,8 +64,8 @@ class SleepingMemory:
     @torch.inference_mode()
     def sleep(self, parts: Set[str], level: int) -> int:
         """Returns the bytes that the device has back. Parts that sleep already are let sleep as they do."""
-        sleeper, before = self._sleeper, self._probe.read().free
-        sleeper.settle()
+        self._sleeper.settle()
+        before = self._probe.read().free
         for part in PARTS:
             if part in parts and part not in self.asleep:
                 self._sleep(part, level)

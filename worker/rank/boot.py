@@ -19,12 +19,12 @@ from worker.execution.runner import MOST_GRAPH_ROWS, RunnerConfig
 from worker.gang_messages import KvOffer, Loaded, Note, Phase, Warm
 from worker.memory.ledger import Books
 from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
-from worker.memory.sleep import KV_CACHE, RUNTIME, WEIGHTS
+from worker.memory.sleep import KV_CACHE, RUNTIME, WEIGHTS, SleepingMemory
 from worker.memory.tensor_store import NoStore, open_store
 from worker.parallel.groups import Groups, make_groups
 from worker.rank.answers import Answers
+from worker.rank.memory_operations import MemoryOperations
 from worker.rank.memory_plan import MemoryPlan
-from worker.rank.operations import Operations
 from worker.rank.place import Place
 from worker.rank.seat import Seat, step_limits
 from worker.rank.step_loop import StepLoop
@@ -88,9 +88,12 @@ def bring_up(seat: Seat) -> StepLoop:
         seat.fail, behind=runner.behind,
     )  # fmt: skip
     runner.reach = seat.fault_points.reach
+    asleep = None if isinstance(store, NoStore) else SleepingMemory(runner, store, books.probe, device)
+    origin = (config.model, config.load_format, config.seed)
+    operations = MemoryOperations(runner, asleep, memory, origin, seat.control.report)
     loop = StepLoop(
         seat.steps(), runner, step_limits(config, agreed), place.epoch, answers, status=seat.status,
-        report=seat.control.report, fault_points=seat.fault_points, operations=Operations(),
+        report=seat.control.report, fault_points=seat.fault_points, operations=operations,
     )  # fmt: skip
     seat.control.report(memory.reconciled(runner))
     seat.status.enter("ready")

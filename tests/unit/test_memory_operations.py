@@ -1,0 +1,150 @@
+"""Sleep, wake and updates as operations of one rank: what it refuses, and that nothing has then happened."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.gang.stage_runs import run_workload
+from tests.unit.test_sleep import make
+from tests.unit.test_weight_update import whole_tensors
+from worker.execution.model_runner import ModelRunner
+from worker.gang_messages import FromRank, Memory
+from worker.memory.simulated_device import SimulatedDevice
+from worker.memory.sleep import SleepingMemory
+from worker.rank.memory_operations import MemoryOperations
+from worker.weights.update import digest_of, files_of
+from workerproto.messages import RefusalCode
+from workerproto.operations import Control, Part, Sleep, UpdateBegin, UpdateChunk, UpdateFinish, Wake
+from workerproto.steps import Refusal
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects_to_look_through() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@dataclass
+class Plan:
+    """The part of a `MemoryPlan` that operations use."""
+
+    probe: SimulatedDevice
+    headroom: int = 1000
+
+    def free(self) -> int:
+        return self.probe.read().free
+
+    def ledger(self, runner: ModelRunner, released: Set[int] = frozenset()) -> Memory:
+        holds = runner.holdings(released)
+        return Memory({"weights": holds.weights, "kv_cache": holds.kv_cache, "buffers": holds.buffers}, {})
+
+
+@dataclass
+class House:
+    runner: ModelRunner
+    memory: SleepingMemory
+    plan: Plan
+    operations: MemoryOperations
+    reports: list[FromRank] = field(default_factory=list)
+
+    def do(self, operation: Control) -> dict[str, object]:
+        return self.operations.prepare(operation)()
+
+    def refused(self, operation: Control, code: RefusalCode) -> str:
+        with pytest.raises(Refusal) as refusal:
+            self.operations.prepare(operation)
+        assert refusal.value.code is code
+        return str(refusal.value)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    runner, memory, probe = make(torch.float32)
+    plan, reports = Plan(probe), list[FromRank]()
+    origin = tmp_path / "model"
+    origin.mkdir()
+    save_file(whole_tensors(runner.model, 3), origin / "model.safetensors")
+    operations = MemoryOperations(runner, memory, plan, (origin, "auto", 0), reports.append)  # type: ignore[arg-type]  # a part of it
+    return House(runner, memory, plan, operations, reports)
+
+
+def test_bytes_are_told_and_the_ledger_follows(house: House) -> None:
+    holds = house.runner.holdings()
+    slept = house.do(Sleep(1, [Part.KV_CACHE]))
+    assert slept["freed_bytes"] == holds.kv_cache
+    assert slept["asleep"] == ["kv_cache"]
+    assert slept["communicators"] == "not supported"
+    house.do(Sleep(2))
+    told = house.reports[-1]
+    assert isinstance(told, Memory)
+    assert told.lines == {"weights": 0, "kv_cache": 0, "buffers": 0}
+    assert house.do(Wake([Part.WEIGHTS]))["asleep"] == ["kv_cache", "runtime"]
+    woken = house.do(Wake())
+    assert (woken["taken_bytes"], woken["asleep"]) == (holds.kv_cache + holds.buffers, [])
+    assert house.runner.holdings() == holds
+
+
+def test_a_wake_that_cannot_work_is_refused_before_anything_wakes(house: House) -> None:
+    house.do(Sleep())
+    needed = house.memory.needed({"weights", "kv_cache", "runtime"})
+    others = house.plan.free() - needed - house.plan.headroom
+    house.plan.probe.total -= others + 1  # a neighbour has come
+    says = house.refused(Wake(), RefusalCode.NOT_POSSIBLE)
+    assert f"waking takes {needed} bytes and a step 1000 more, {needed + 999} are free" in says
+    assert set(house.memory.asleep) == {"weights", "kv_cache", "runtime"}
+    house.plan.probe.total += 1
+    house.do(Wake())
+    assert not house.memory.asleep
+
+
+def test_weights_that_have_changed_on_disk_do_not_come_back_in_silence(house: House, tmp_path: Path) -> None:
+    house.do(Sleep(2))
+    file = tmp_path / "model/model.safetensors"
+    kept = file.read_bytes()
+    save_file(whole_tensors(house.runner.model, 4), file)
+    assert "the weights on disk are" in house.refused(Wake(), RefusalCode.NOT_POSSIBLE)
+    file.unlink()
+    house.refused(Wake(), RefusalCode.NOT_POSSIBLE)
+    file.write_bytes(kept)
+    house.do(Wake())
+
+
+def test_an_update_by_operations(house: House, tmp_path: Path) -> None:
+    tokens = run_workload(house.runner).tokens
+    new = whole_tensors(house.runner.model, 4)
+    names = list(new)
+    chunks = []
+    for number, part in enumerate((names[:10], names[10:])):
+        folder = tmp_path / f"chunk{number}"
+        folder.mkdir()
+        save_file({name: new[name] for name in part}, folder / "x.safetensors")
+        chunks.append(UpdateChunk(str(folder), digest_of(files_of(str(folder)))))
+    house.do(UpdateBegin())
+    assert house.do(chunks[0])["tensors"] == 10
+    assert "has not come" in house.refused(UpdateFinish("new"), RefusalCode.BAD_ARGUMENT)
+    assert "was announced" in house.refused(UpdateChunk(chunks[1].source, "sha256:0"), RefusalCode.BAD_ARGUMENT)
+    house.do(chunks[1])
+    house.do(UpdateFinish("new"))
+    assert run_workload(house.runner).tokens != tokens
+    says = house.refused(Sleep(2), RefusalCode.NOT_POSSIBLE)
+    assert "came by an update" in says
+    house.do(Sleep(1))
+    house.do(Wake())
+
+
+def test_memory_that_cannot_sleep_says_what_it_needs() -> None:
+    runner, _, probe = make(torch.float32)
+    operations = MemoryOperations(runner, None, Plan(probe), (Path(), "dummy", 0), lambda _: None)  # type: ignore[arg-type]  # a part of it
+    with pytest.raises(Refusal, match="--enable-sleep-mode"):
+        operations.prepare(Sleep())

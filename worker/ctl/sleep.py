@@ -1,0 +1,67 @@
+"""`workerctl sleep` and `workerctl wake`: operations in the gang's ordered stream, asked for by a person."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, operate
+from worker.options import Parser
+from worker.run_files import RunFiles
+from workerproto.operations import Control, Part, Sleep, Wake
+from workerproto.rundir import DEFAULT_NAME
+
+REFUSED = 1
+
+
+def sleep(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """0: done, 1: refused, 3: no such gang. Raises Failure(LIMIT)."""
+    parser = _parser("sleep", "Give a gang's device memory back, after the steps that were sent before.")
+    parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="1 keeps weights on the host, 2 does not")
+    options = parser.parse_args(arguments)
+    return _ask(Sleep(options.level, options.parts), options.name, options.timeout, environment, as_json=options.json)
+
+
+def wake(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """As `sleep`."""
+    options = _parser("wake", "Have a gang take its device memory again.").parse_args(arguments)
+    return _ask(Wake(options.parts), options.name, options.timeout, environment, as_json=options.json)
+
+
+def _parser(command: str, about: str) -> Parser:
+    parser = Parser(f"workerctl {command}", f"{about} Exit code 0: done, 1: refused, 3: there is no such gang.")
+    parser.add_argument("--name", default=DEFAULT_NAME)
+    parser.add_argument("--parts", type=_parts, default=[], metavar="PART,…", help=f"{', '.join(Part)}; default: all")
+    parser.add_argument("--json", action="store_true", help="the answer as one JSON object")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds (%(default)s)")
+    parser.add_argument("--traceback", action="store_true")
+    return parser
+
+
+def _parts(text: str) -> list[Part]:
+    return [Part(name) for name in text.split(",")]
+
+
+def _ask(operation: Control, name: str, limit_s: float, environment: Mapping[str, str], *, as_json: bool) -> int:
+    try:
+        answer = operate(RunFiles(name, environment), operation, limit_s)
+    except NoSuchGang as error:
+        print(f"rankd: error: {error}", file=sys.stderr)
+        return NO_SUCH_GANG
+    if (done := answer.get("done")) is None:
+        refused = answer["refused"]
+        print(f"rankd: error: gang {name!r}: {refused['code']}: {refused['message']}", file=sys.stderr)
+        return REFUSED
+    if as_json:
+        print(json.dumps(done, indent=2))
+    else:
+        for rank, report in enumerate(done["report"]):
+            print(f"rank {rank}  " + "  ".join(f"{key} {_text(value)}" for key, value in report.items()))
+    return 0
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "nothing"
+    return f"{value:,}".replace(",", " ") if isinstance(value, int) else str(value)
