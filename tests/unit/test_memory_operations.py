@@ -85,6 +85,7 @@ def test_bytes_are_told_and_the_ledger_follows(house: House) -> None:
     assert slept["freed_bytes"] == holds.kv_cache
     assert slept["asleep"] == ["kv_cache"]
     assert slept["communicators"] == "not supported"
+    assert slept["memory"] == {"weights": holds.weights, "kv_cache": 0, "buffers": holds.buffers}
     house.do(Sleep(2))
     told = house.reports[-1]
     assert isinstance(told, Memory)

@@ -118,8 +118,10 @@ class MemoryOperations(Operations):
     def _told(self, report: dict[str, object]) -> Report:
         """The ledger is sent too. Communicators keep their buffers: torch offers no call that suspends them."""
         assert self._memory is not None
-        self._report(self._plan.ledger(self._runner, self._memory.released))
-        return report | {"asleep": sorted(self._memory.asleep), "communicators": "not supported"}
+        ledger = self._plan.ledger(self._runner, self._memory.released)
+        self._report(ledger)
+        asleep = sorted(self._memory.asleep)
+        return report | {"asleep": asleep, "communicators": "not supported", "memory": ledger.lines}
 
 
 def _named(parts: object) -> frozenset[str]:
