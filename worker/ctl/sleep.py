@@ -57,7 +57,8 @@ def _ask(operation: Control, name: str, limit_s: float, environment: Mapping[str
         print(json.dumps(done, indent=2))
     else:
         for rank, report in enumerate(done["report"]):
-            print(f"rank {rank}  " + "  ".join(f"{key} {_text(value)}" for key, value in report.items() if key != "memory"))
+            told = (f"{key} {_text(value)}" for key, value in report.items() if key != "memory")
+            print(f"rank {rank}  " + "  ".join(told))
     return 0
 
 
