@@ -95,9 +95,12 @@ def test_json_on_every_line_and_logs_of_a_failure_stay(run_dir: Path, tmp_path: 
     assert (error["rank"], "was killed by SIGABRT" in error["message"]) == (None, True)
     assert spoken[-1]["message"] == f"logs are in {run_dir}/_logs/g"
     (path,) = workerctl(run_dir, "logs", "--name", "g", "--rank", "1", "--paths").stdout.splitlines()
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    text = Path(path).read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert {line["rank"] for line in lines} == {1}
     assert lines[-1]["message"] == "phase warmup"
+    assert "Fatal Python error: Aborted" in text, "the last words of C are there too, with the stack"
+    assert "most recent call first" in text
 
 
 def test_what_a_ranks_own_stdout_takes_goes_into_its_file(run_dir: Path, tmp_path: Path) -> None:

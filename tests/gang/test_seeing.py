@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 import os
@@ -22,9 +23,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gang.gangs import ROOT, RunningGang, gang, workerctl
-from tests.gang.test_gang_serving import decode, prompt, result_of
+from tests.gang.test_gang_serving import decode, prompt
 from workerproto.client import Client
-from workerproto.messages import Refused
+from workerproto.messages import Event, Refused, Result
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,16 @@ def run_steps(client: Client, count: int) -> None:
     """One request: a prompt, and then a step a token."""
     client.submit(prompt(1, [1, 2, 3], [5, 6]))
     for position in range(3, 2 + count):
-        result_of(client)
+        answer_of(client)
         client.submit(decode(1, position))
-    result_of(client)
+    answer_of(client)
+
+
+def answer_of(client: Client) -> None:
+    """Past what an operator's operations are told by."""
+    while isinstance(message := client.receive(10).message, Event):
+        pass
+    assert isinstance(message, Result)
 
 
 def test_status_says_what_the_gang_does(serving: RunningGang, client: Client) -> None:
@@ -314,3 +322,29 @@ def test_dashboard_and_alerts_and_the_page_name_metrics_that_exist(serving: Runn
     documented = set(re.findall(r"^\| `(rankd_\w+)` \|", page, re.MULTILINE))
     typed = {name + "_total" if kind == "counter" else name for name, kind in families.items()}
     assert documented == typed
+
+
+def test_a_profile_is_a_file_a_rank_and_ends_by_itself(serving: RunningGang, client: Client) -> None:
+    run = ["profile", "start", "--name", "g", "--steps"]
+    none = workerctl(serving.run_dir, "profile", "stop", "--name", "g")
+    assert (none.returncode, "no profile was started" in none.stderr) == (78, True)
+    assert workerctl(serving.run_dir, *run, "3").returncode == 0
+    run_steps(client, 6)  # more than it takes
+    stopped = workerctl(serving.run_dir, "profile", "stop", "--name", "g")
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    folder = serving.run_dir / "_logs" / "g" / "profile1"
+    assert stopped.stdout.splitlines() == [str(folder / f"rank{rank}.json.gz") for rank in (0, 1)]
+    for path in stopped.stdout.splitlines():
+        with gzip.open(path, "rt") as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        assert {name for name in names if name.startswith("rankd step")} == {f"rankd step {n}" for n in (1, 2, 3)}
+        assert any(name.startswith("aten::") for name in names)
+    for _ in range(2):  # ended before any step, twice
+        assert workerctl(serving.run_dir, *run, "1000").returncode == 0
+        again = workerctl(serving.run_dir, *run, "5")
+        assert (again.returncode, "a profile runs already" in again.stderr) == (78, True)
+        assert workerctl(serving.run_dir, "profile", "stop", "--name", "g").returncode == 0
+    wrong = workerctl(serving.run_dir, *run, "1001")
+    assert wrong.stderr == "rankd: error: --steps is 1001, it must be from 1 to 1000\n"
+    client.submit(decode(1, 8))
+    answer_of(client)

@@ -31,6 +31,7 @@ COMMANDS = {
     "timeline": Command(
         "timeline", "timeline", "the last steps as a page, bubbles summed", "workerctl timeline --steps 50"
     ),
+    "profile": Command("profile", "profile", "torch's profiler on every rank", "workerctl profile start --steps 20"),
     "replay": Command("replay", "replay", "feed a recording to a gang", "workerctl replay steps.rec --name demo"),
     "logs": Command("logs", "logs", "what its processes log", "workerctl logs --name demo --rank 1 -f"),
     "log-level": Command("log_level", "log_level", "log more, or less", "workerctl log-level debug --name demo"),

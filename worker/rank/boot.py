@@ -26,6 +26,7 @@ from worker.rank.answers import Answers
 from worker.rank.memory_operations import MemoryOperations
 from worker.rank.memory_plan import MemoryPlan
 from worker.rank.place import Place
+from worker.rank.profiler import Profiler
 from worker.rank.seat import Seat, step_limits
 from worker.rank.step_loop import StepLoop
 from worker.weights import load_weights, open_weights
@@ -90,7 +91,8 @@ def bring_up(seat: Seat) -> StepLoop:
     runner.reach = seat.fault_points.reach
     asleep = None if isinstance(store, NoStore) else SleepingMemory(runner, store, books.probe, device)
     origin = (config.model, config.load_format, config.seed)
-    operations = MemoryOperations(runner, asleep, memory, origin, seat.control.report)
+    profiler = Profiler(place.rank, config.observe.log_dir)
+    operations = MemoryOperations(runner, asleep, memory, origin, seat.control.report, profiler)
     loop = StepLoop(
         seat.steps(), runner, step_limits(config, agreed), place.epoch, answers, status=seat.status,
         report=seat.control.report, fault_points=seat.fault_points, operations=operations,

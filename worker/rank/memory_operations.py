@@ -10,6 +10,7 @@ from worker.gang_messages import FromRank
 from worker.memory.sleep import PARTS, WEIGHTS, SleepingMemory
 from worker.rank.memory_plan import MemoryPlan
 from worker.rank.operations import Operations, Perform, Report
+from worker.rank.profiler import Profiler
 from worker.weights import WeightsError
 from worker.weights.update import Update
 from worker.weights_id import weights_id
@@ -24,8 +25,9 @@ class MemoryOperations(Operations):
 
     def __init__(
         self, runner: ModelRunner, memory: SleepingMemory | None, plan: MemoryPlan, origin: tuple[Path, str, int],
-        report: Callable[[FromRank], None],
+        report: Callable[[FromRank], None], profiler: Profiler | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(profiler)
         self._runner, self._memory, self._plan, self._origin, self._report = runner, memory, plan, origin, report
         self._update: Update | None = None
         self._updated = False  # the weights are not those of the origin any more

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from worker.rank.profiler import Profiler
 from workerproto.messages import RefusalCode
 from workerproto.operations import (
     ConfigureKv,
@@ -31,7 +32,10 @@ Perform = Callable[[], Report]
 
 
 class Operations:
-    """Of one rank. What is not built yet is refused by type."""
+    """Of one rank. What is not built yet is refused by type. profiler: None where there is no torch."""
+
+    def __init__(self, profiler: Profiler | None = None) -> None:
+        self.profiler = profiler
 
     def prepare(self, operation: Control) -> Perform:
         """Look whether the rank can. Raises Refusal if not."""
@@ -69,7 +73,22 @@ class Operations:
         raise _not_implemented(operation)
 
     def profile(self, operation: Profile) -> Perform:
-        raise _not_implemented(operation)
+        profiler = self.profiler
+        if profiler is None:
+            raise _not_implemented(operation)
+        if operation.start and profiler.active:
+            raise Refusal(RefusalCode.NOT_POSSIBLE, "a profile runs already", "start", True)
+        if not operation.start and profiler.path is None:  # one that has ended by itself is stopped once more
+            raise Refusal(RefusalCode.NOT_POSSIBLE, "no profile was started", "start", False)
+
+        def perform() -> Report:
+            if operation.start:
+                profiler.start(operation.steps)
+            elif profiler.active:
+                profiler.stop()
+            return {"path": str(profiler.path), "error": profiler.error}
+
+        return perform
 
     def drain(self) -> Report:
         """Nothing is left to do here: every step before it is done."""

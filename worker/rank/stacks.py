@@ -25,6 +25,7 @@ _KEPT = 1 << 20  # bytes of earlier answers; then the file starts anew
 
 def offer() -> None:
     """Once, as early as can be: before it, SIGUSR1 would end the process."""
+    faulthandler.enable()  # so that a crash in C leaves its Python stack where stderr goes, which is the rank's log
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(SIGNAL, file=fd, all_threads=True)

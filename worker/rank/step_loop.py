@@ -107,6 +107,8 @@ class StepLoop:
             _log.debug(f"step {sequence}: {validator.live_requests} requests, {validator.used_blocks} blocks")
         trace.held(validator.live_requests, validator.used_blocks)
         trace.mark(DONE)
+        if (profiler := self._operations.profiler) is not None and profiler.active:
+            profiler.step()
 
     def _refuse(self, sequence: int, refusal: Refusal) -> None:
         self._answers.refused(sequence, refusal.as_message(), self._validator.live_requests)
