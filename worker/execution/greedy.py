@@ -8,7 +8,7 @@ from torch import Tensor
 from worker.layers import triton_kernels as kernels
 from worker.layers.launch import Launcher, blocks, power_of_two
 
-_CHUNK, _BLOCK, _DELIVERED = 4096, 1024, 256
+_CHUNK, _BLOCK, _DELIVERED = 2048, 1024, 256
 
 
 class Greedy:

@@ -84,21 +84,28 @@ def count_values(
     PARTS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """counts int32 [rows, VALUES], zero before: how often each score occurs, of those not too small to be drawn."""
+    """counts int32 [rows, VALUES], zero before: how often each score occurs, of those not too small to be drawn, and of
+    those not below the k-th largest of the parts' maxima, which alone can be among the k largest."""
     _follow(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     entry = _entry(table, slots, row)
     temperature = _float(entry)
     if _filtered(entry, VOCAB):
         top = _largest(largest, row, PARTS, PARTS_BLOCK, LOW, HIGH)
-        reach = temperature.to(tl.float32) * 28.5  # 41 ln 2, and some
+        bound = top - temperature.to(tl.float32) * 28.5  # 41 ln 2, and some
+        top_k = tl.load(entry + 3)
+        if (top_k > 0) & (top_k <= PARTS):
+            p = tl.arange(0, PARTS_BLOCK)
+            maxima = tl.load(largest + row * PARTS + p, mask=p < PARTS, other=float("-inf"))
+            maxima = tl.sort(maxima, descending=True)
+            bound = tl.maximum(bound, tl.max(tl.where(p == top_k - 1, maxima, float("-inf"))))
         for start in range(0, CHUNK, BLOCK):
             i = part * CHUNK + start + tl.arange(0, BLOCK)
             value = _finite(tl.load(scores + row * STRIDE + i, mask=i < VOCAB, other=LOW), LOW, HIGH)
             bits = value.to(scores.dtype.element_ty).to(tl.uint16, bitcast=True).to(tl.int32)
             key = tl.where(bits < 32768, 32767 - bits, bits)
             tl.atomic_add(
-                counts + row * VALUES + key, 1, mask=(i < VOCAB) & (top - value <= reach), sem="relaxed"
+                counts + row * VALUES + key, 1, mask=(i < VOCAB) & (value >= bound), sem="relaxed"
             )
 
 
@@ -118,11 +125,14 @@ def sum_values(
         top = _largest(largest, row, PARTS, PARTS_BLOCK, LOW, HIGH)
         key = part * BLOCK + tl.arange(0, BLOCK)
         count = tl.load(counts + row * VALUES + key).to(tl.int64)
-        weight = _weight(_value_of(key, DTYPE, LOW, HIGH), top, temperature)
-        kept = weight >= _least(min_p)
+        number, mass = tl.max(count) * 0, tl.max(count) * 0
+        if tl.max(count) > 0:
+            weight = _weight(_value_of(key, DTYPE, LOW, HIGH), top, temperature)
+            kept = weight >= _least(min_p)
+            number, mass = tl.sum(tl.where(kept, count, 0)), tl.sum(tl.where(kept, count * weight, 0))
         out = row * (VALUES // BLOCK) + part
-        tl.store(numbers + out, tl.sum(tl.where(kept, count, 0)))
-        tl.store(masses + out, tl.sum(tl.where(kept, count * weight, 0)))
+        tl.store(numbers + out, number)
+        tl.store(masses + out, mass)
 
 
 @triton.jit
@@ -163,7 +173,7 @@ def find_thresholds(
             number = tl.load(numbers + row * (VALUES // BLOCK) + b)
             mass = tl.load(masses + row * (VALUES // BLOCK) + b)
             total = tl.sum(mass)
-            if limited & (tl.sum(number) > top_k):
+            if limited & (tl.sum(number) >= top_k):
                 kth, block = _weight_at(
                     counts, row, number, top_k, least, top, temperature, BLOCK, DTYPE, LOW, HIGH, False
                 )
@@ -205,8 +215,9 @@ def sum_chunks(
         for start in range(0, CHUNK, BLOCK):
             i = part * CHUNK + start + tl.arange(0, BLOCK)
             value = _finite(tl.load(scores + row * STRIDE + i, mask=i < VOCAB, other=LOW), LOW, HIGH)
-            weight = _weight(value, top, temperature)
-            total += tl.where((i < VOCAB) & (weight >= least), weight, 0)
+            if _weight(tl.max(value), top, temperature) >= least:
+                weight = _weight(value, top, temperature)
+                total += tl.where((i < VOCAB) & (weight >= least), weight, 0)
         tl.store(sums + row * tl.num_programs(1) + part, tl.sum(total))
 
 

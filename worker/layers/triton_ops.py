@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch
-from worker.layers.launch import Launcher, blocks, power_of_two
+from worker.layers.launch import Launcher, blocks, overlaps, power_of_two
 from worker.layers.norm import HeadNorm
 from worker.layers.ops import Heads
 from worker.layers.rotary import Rotary
@@ -19,7 +19,10 @@ from worker.layers.rotary import Rotary
 # See SmallProduct. For each number of rows, the largest weight, in bytes, that the plain kernel is better at.
 _FEW_ROWS = {1: 64 << 20, 2: 16 << 20, 4: 7_000_000}
 _SOME_ROWS = 16
-_HEADS_A_PROGRAM = 8
+_MANY_TOKENS = 512  # from here on it is throughput that counts, below it latency
+_HEADS_A_PROGRAM = {False: 8, True: 16}
+_FEW_TOKENS_AHEAD, _BYTES_AHEAD = 16, 12 << 20  # what the memory can bring while one program a row normalizes
+_PIECE = 16384  # of `_fetch_ahead`
 _COLUMNS = 1024  # that a program of `silu_mul` takes
 
 
@@ -31,14 +34,15 @@ class TritonOps:
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, size = torch.empty_like(x), x.shape[1]
-        launch = self._norm_launcher(kernels.rms_norm, x.dtype, size)
+        launch = self._norm_launcher(kernels.rms_norm, x.dtype, size, len(x) >= _MANY_TOKENS)
         launch((len(x), 1, 1), x, weight, out, eps)
         return out
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, upcoming: Tensor) -> Tensor:
         out, size = torch.empty_like(x), x.shape[1]
-        launch = self._norm_launcher(kernels.add_rms_norm, x.dtype, size)
-        launch((len(x), 1, 1), x, residual, weight, out, eps)
+        ahead = pieces_ahead(upcoming, _BYTES_AHEAD) if len(x) <= _FEW_TOKENS_AHEAD else 0
+        launch = self._norm_launcher(kernels.add_rms_norm, x.dtype, size, len(x) >= _MANY_TOKENS, ahead)
+        launch((len(x), 1, 1), x, residual, weight, out, upcoming, eps)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -49,16 +53,21 @@ class TritonOps:
         return out
 
     def rotation(self, rotary: Rotary, positions: Tensor) -> Tensor:
-        return rotary.frequencies  # the angles are computed where they are used: that costs less than reading them
+        if len(positions) < _MANY_TOKENS:
+            return rotary.frequencies  # the angles are computed where they are used: that costs less than reading them
+        angles = positions[:, None].float() * rotary.frequencies
+        return torch.stack((angles.cos(), angles.sin()), 1)
 
     def place_heads(
         self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor
     ) -> None:
+        table = rotation.dim() > 1
+        block = _HEADS_A_PROGRAM[table]
         launch = self._launcher(
-            kernels.place_heads, qkv.dtype, heads.query, heads.kv, heads.dim // 2, norm is not None, _HEADS_A_PROGRAM
+            kernels.place_heads, qkv.dtype, heads.query, heads.kv, heads.dim // 2, norm is not None, table, block
         )
         weight, eps = (rotation, 0.0) if norm is None else (norm.weight, norm.eps)
-        grid = (len(qkv), blocks(heads.query + 2 * heads.kv, _HEADS_A_PROGRAM), 1)
+        grid = (len(qkv), blocks(heads.query + 2 * heads.kv, block), 1)
         launch(grid, qkv, weight, rotation, batch.positions, batch.slot_mapping, cache, eps)
 
 
@@ -66,10 +75,18 @@ def _launcher(device: torch.device, kernel: Any, dtype: torch.dtype, *constants:
     return Launcher(kernel, device, *constants)
 
 
-def _norm_launcher(device: torch.device, kernel: Any, dtype: torch.dtype, size: int) -> Launcher:
-    # One program a row: its latency is what a step of few rows sees.
-    warps = min(max(power_of_two(size) // 256, 4), 16)
-    return Launcher(kernel, device, size, power_of_two(size), num_warps=warps)
+def _norm_launcher(
+    device: torch.device, kernel: Any, dtype: torch.dtype, size: int, many: bool, *ahead: int
+) -> Launcher:
+    # One program a row. Of few rows its latency is seen; of many, how much each thread has under way.
+    block = power_of_two(size)
+    warps = min(max(block // 1024, 1), 8) if many else min(max(block // 256, 4), 16)
+    return Launcher(kernel, device, size, block, *ahead, num_warps=warps)
+
+
+def pieces_ahead(weight: Tensor, most: int) -> int:
+    """How much of a weight a kernel before its product fetches, at most so many bytes; 0 before Hopper."""
+    return min(weight.nbytes, most) // _PIECE if overlaps(weight.device) else 0
 
 
 class SmallProduct:
