@@ -30,7 +30,7 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 def test_logits_are_those_of_transformers(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     import transformers
 
-    folder = make(variant, tmp_path, hidden_size=256, num_attention_heads=8, head_dim=64, intermediate_size=512)
+    folder = make(variant, tmp_path, hidden_size=256, num_attention_heads=4, head_dim=128, intermediate_size=512)
     rng = np.random.default_rng(0)
     sequences = rng.integers(0, 131, (ROWS, LENGTH)).tolist()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()

@@ -58,11 +58,10 @@ class AttentionBackend(Protocol):
     def plan(self, rows: Rows) -> Any:
         """What `attend` needs and every layer shares, computed once a step."""
 
-    def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch, upcoming: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """qkv [T, (heads + 2 kv heads) * head_dim], of which the queries, rotated, are read; cache
         [blocks, block size, 2, kv heads, head_dim], which has the step's own keys and values too. Returns
-        [T, heads * head_dim]. upcoming: the weight that is multiplied with that next, which a device may fetch
-        meanwhile.
+        [T, heads * head_dim].
         """
 
 

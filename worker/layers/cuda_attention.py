@@ -21,7 +21,6 @@ from torch.nn.attention.bias import causal_lower_right
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
 from worker.layers.launch import Launcher
-from worker.layers.triton_ops import pieces_ahead
 
 MOST_STEPS_IN_FLIGHT = 8  # plans that keep their memory at a time; see `Prefill`
 
@@ -69,8 +68,6 @@ _TUNINGS = (
     (512, _Tuning(1, 128, 4, 2)),
 )
 _FULL = _Tuning(1, 32, 2, 4)
-# With few rows, attention leaves the memory idle for long enough to bring this much.
-_ROWS_AHEAD, _BYTES_AHEAD = 8, 32 << 20
 _MOST_SPLIT = max(programs * tuning.splits for programs, tuning in _TUNINGS if tuning.splits > 1)
 
 
@@ -83,7 +80,7 @@ class CudaAttention:
         if head_dim & (head_dim - 1) or head_dim < 16:
             raise ValueError(f"head_dim is {head_dim}; the CUDA kernel takes powers of two from 16")
         self.device, self.heads, self.kv_heads, self.head_dim = device, heads, kv_heads, head_dim
-        self.launchers: dict[tuple[_Tuning, int, int], Launcher] = {}
+        self.launchers: dict[tuple[_Tuning, int], Launcher] = {}
         self.scale = math.log2(math.e) / math.sqrt(head_dim)  # of the kernel's powers of two
         self.partial = torch.empty(_MOST_SPLIT * 16 * head_dim, device=device)
         self.sums = torch.empty(_MOST_SPLIT * 32, device=device)
@@ -95,12 +92,12 @@ class CudaAttention:
         """Of rows of several queries alone."""
         return CudaPlan(None, self.prefill.plan(rows))
 
-    def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch, upcoming: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
         plan: CudaPlan = batch.plan
         out = qkv.new_empty(len(qkv), self.heads * self.head_dim)
         done = 0
         if plan.decode is not None:
-            self._decode(qkv, cache, out, batch.positions, plan.decode, upcoming)
+            self._decode(qkv, cache, out, batch.positions, plan.decode)
             done = plan.decode.rows
         if plan.prefill is not None:
             shape = (-1, self.heads, self.head_dim)
@@ -108,24 +105,19 @@ class CudaAttention:
             plan.prefill.attend(query, cache, out[done:].view(shape))
         return out
 
-    def _decode(
-        self, qkv: Tensor, cache: Tensor, out: Tensor, positions: Tensor, plan: DecodePlan, upcoming: Tensor
-    ) -> None:
+    def _decode(self, qkv: Tensor, cache: Tensor, out: Tensor, positions: Tensor, plan: DecodePlan) -> None:
         programs = plan.rows * self.kv_heads
         tuning = next((tuning for most, tuning in _TUNINGS if programs <= most), _FULL)
-        ahead = pieces_ahead(upcoming, _BYTES_AHEAD) if plan.rows <= _ROWS_AHEAD else 0
-        kind = (tuning, cache.shape[1], ahead)
-        launch = self.launchers.get(kind) or self._launcher(*kind)
+        launch = self.launchers.get((tuning, cache.shape[1])) or self._launcher(tuning, cache.shape[1])
         launch(
             (plan.rows, self.kv_heads, tuning.splits), qkv, cache, out, self.partial, self.sums, self.arrived,
-            positions, plan.tables, plan.header, upcoming, self.scale,
+            positions, plan.tables, plan.header, self.scale,
         )  # fmt: skip
 
-    def _launcher(self, tuning: _Tuning, block_size: int, ahead: int) -> Launcher:
-        launcher = self.launchers[tuning, block_size, ahead] = Launcher(
+    def _launcher(self, tuning: _Tuning, block_size: int) -> Launcher:
+        launcher = self.launchers[tuning, block_size] = Launcher(
             kernels.decode_attention, self.device, self.heads, self.kv_heads, self.heads // self.kv_heads,
-            self.head_dim, block_size, tuning.splits, tuning.block, ahead, num_warps=tuning.warps,
-            num_stages=tuning.stages,
+            self.head_dim, block_size, tuning.splits, tuning.block, num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         return launcher
 

@@ -6,7 +6,6 @@ where a kernel takes 2. A site that launches the same kernel with the same kinds
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ class Launcher:
         self.compiled[grid](*arguments, *self.constants)
 
 
-@functools.cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels may start while the one before ends: from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -16,7 +16,7 @@ class NormOps(Protocol):
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, upcoming: Tensor) -> Tensor: ...
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
 
 class RMSNorm:
@@ -36,9 +36,9 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, self.weight, self.eps)
 
-    def added_to_(self, x: Tensor, residual: Tensor, upcoming: Tensor) -> Tensor:
-        """Add `residual` into x; returns the norm of the sum. upcoming: see `Ops.add_norm_`."""
-        return self.ops.add_norm_(x, residual, self.weight, self.eps, upcoming)
+    def added_to_(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add `residual` into x; returns the norm of the sum."""
+        return self.ops.add_norm_(x, residual, self.weight, self.eps)
 
 
 class HeadNorm:

@@ -28,9 +28,8 @@ class Ops(Protocol):
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, size] / rms(x) * weight over the last dimension. weight: [2, size], the same row twice."""
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, upcoming: Tensor) -> Tensor:
-        """Add `residual` into x; returns the norm of the sum. upcoming: the weight that is multiplied with that next,
-        which a device may fetch meanwhile."""
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `residual` into x; returns the norm of the sum."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 width] -> [T, width]: silu of the first half times the second."""
@@ -60,7 +59,7 @@ class TorchOps:
             return F.rms_norm(x, (size,), weight[0], eps)
         return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), weight.view(-1), None, eps)[:, :size]
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, upcoming: Tensor) -> Tensor:
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.norm(x.add_(residual), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class SdpaAttention:
             _causal_mask(max(row.position + row.count for row in prefill), self.dtype) if prefill else None,
         )
 
-    def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch, upcoming: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
         slots = cache.view(-1, 2 * self.kv_heads * self.head_dim)
         query = qkv[:, : self.query_width]
         plan: SdpaPlan = batch.plan

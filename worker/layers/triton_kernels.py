@@ -25,18 +25,6 @@ def _follow(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(weight, program, programs, PIECES: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Have the first PIECES x 16 KiB of a weight brought into the second-level cache (Hopper): the kernel that needs it
-    comes after one that leaves the memory idle. It costs some instructions and waits for nothing."""
-    for start in range(program * AT_ONCE, PIECES, programs * AT_ONCE):
-        piece = tl.minimum(start + tl.arange(0, AT_ONCE), PIECES - 1).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 16384; mov.u32 $0, 0;", "=r,l",
-            [weight.to(tl.int64) + piece * 16384], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = x / rms(x) * weight; one program a row of [T, SIZE]."""
     _follow(OVERLAP)
@@ -50,13 +38,8 @@ def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERL
 
 
 @triton.jit
-def add_rms_norm(
-    x, residual, weight, out, upcoming, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """x += residual, in place; out = x / rms(x) * weight. AHEAD: pieces of the weight that comes next to be fetched."""
-    if AHEAD:
-        _fetch_ahead(upcoming, tl.program_id(0), tl.num_programs(0), AHEAD, 512)
+def add_rms_norm(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """x += residual, in place; out = x / rms(x) * weight."""
     _follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -241,9 +224,9 @@ def some_rows_product(
 
 @triton.jit
 def decode_attention(
-    qkv, cache, out, partial, sums, arrived, positions, tables, width, upcoming, scale,
+    qkv, cache, out, partial, sums, arrived, positions, tables, width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One query a row over its paged context, cut into SPLITS; the split that arrives last merges them.
 
@@ -251,14 +234,10 @@ def decode_attention(
     `place_heads`, out [rows, HEADS * DIM], cache [blocks, PAGE, 2, KV_HEADS, DIM], positions int32 [rows] of the
     query, tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16, DIM], sums float32 [rows,
     KV_HEADS, SPLITS, 2, 16], arrived int32 [rows, KV_HEADS], zero before and after. What is read depends on positions
-    alone, so padding rows cost one block. The bits of a row do not depend on other rows, only on SPLITS. AHEAD as in
-    `add_rms_norm`.
+    alone, so padding rows cost one block. The bits of a row do not depend on other rows, only on SPLITS.
     """
-    row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if AHEAD:
-        program = (row * KV_HEADS + kv) * SPLITS + split
-        _fetch_ahead(upcoming, program, tl.num_programs(0) * KV_HEADS * SPLITS, AHEAD, 16)
     _follow(OVERLAP)
+    row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + row) + 1
     table = tables + row * tl.load(width)
     share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch
-from worker.layers.launch import Launcher, blocks, overlaps, power_of_two
+from worker.layers.launch import Launcher, blocks, power_of_two
 from worker.layers.norm import HeadNorm
 from worker.layers.ops import Heads
 from worker.layers.rotary import Rotary
@@ -21,8 +21,6 @@ _FEW_ROWS = {1: 64 << 20, 2: 16 << 20, 4: 7_000_000}
 _SOME_ROWS = 16
 _MANY_TOKENS = 512  # from here on it is throughput that counts, below it latency
 _HEADS_A_PROGRAM = {False: 8, True: 16}
-_FEW_TOKENS_AHEAD, _BYTES_AHEAD = 16, 12 << 20  # what the memory can bring while one program a row normalizes
-_PIECE = 16384  # of `_fetch_ahead`
 _COLUMNS = 1024  # that a program of `silu_mul` takes
 
 
@@ -38,11 +36,10 @@ class TritonOps:
         launch((len(x), 1, 1), x, weight, out, eps)
         return out
 
-    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, upcoming: Tensor) -> Tensor:
+    def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, size = torch.empty_like(x), x.shape[1]
-        ahead = pieces_ahead(upcoming, _BYTES_AHEAD) if len(x) <= _FEW_TOKENS_AHEAD else 0
-        launch = self._norm_launcher(kernels.add_rms_norm, x.dtype, size, len(x) >= _MANY_TOKENS, ahead)
-        launch((len(x), 1, 1), x, residual, weight, out, upcoming, eps)
+        launch = self._norm_launcher(kernels.add_rms_norm, x.dtype, size, len(x) >= _MANY_TOKENS)
+        launch((len(x), 1, 1), x, residual, weight, out, eps)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -75,18 +72,11 @@ def _launcher(device: torch.device, kernel: Any, dtype: torch.dtype, *constants:
     return Launcher(kernel, device, *constants)
 
 
-def _norm_launcher(
-    device: torch.device, kernel: Any, dtype: torch.dtype, size: int, many: bool, *ahead: int
-) -> Launcher:
+def _norm_launcher(device: torch.device, kernel: Any, dtype: torch.dtype, size: int, many: bool) -> Launcher:
     # One program a row. Of few rows its latency is seen; of many, how much each thread has under way.
     block = power_of_two(size)
     warps = min(max(block // 1024, 1), 8) if many else min(max(block // 256, 4), 16)
-    return Launcher(kernel, device, size, block, *ahead, num_warps=warps)
-
-
-def pieces_ahead(weight: Tensor, most: int) -> int:
-    """How much of a weight a kernel before its product fetches, at most so many bytes; 0 before Hopper."""
-    return min(weight.nbytes, most) // _PIECE if overlaps(weight.device) else 0
+    return Launcher(kernel, device, size, block, num_warps=warps)
 
 
 class SmallProduct:

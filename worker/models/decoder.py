@@ -60,7 +60,7 @@ class Attention:
         # The whole batch's keys and values are written before anything reads them: prefixes that are computed in the
         # same step rely on it.
         self.ops.place_heads(qkv, self.heads, self.head_norm, rotation, batch, cache)
-        return self.output(self.backend.attend(qkv, cache, batch, self.output.weight))
+        return self.output(self.backend.attend(qkv, cache, batch))
 
 
 class MLP:
@@ -102,9 +102,9 @@ class Layer:
         if update is None:
             x = self.attention_norm(hidden)
         else:
-            x, hidden = self.attention_norm.added_to_(update, hidden, self.attention.qkv.weight), update
+            x, hidden = self.attention_norm.added_to_(update, hidden), update
         update = self.attention(x, rotation, batch, cache)
-        x, hidden = self.mlp_norm.added_to_(update, hidden, self.mlp.gate_up.weight), update
+        x, hidden = self.mlp_norm.added_to_(update, hidden), update
         return hidden, self.mlp(x)
 
 
