@@ -20,6 +20,7 @@ from gpu_models import SHAPES, cache_bytes_per_token, matrix_elements, model_fol
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, SHORT, STEPS = 512, 16, 128
+BATCHED_TOKENS = 8192
 BATCHES, PREFILL = "1,8,32,128,256", "16x2048"
 TESTS = ("tests/gpu/test_cuda_runner.py", "tests/gpu/test_transformers.py", "tests/unit/test_device_sampler.py")
 
@@ -78,14 +79,16 @@ def check(tests: tuple[str, ...]) -> None:
 def measure_gang(model: Path, workload: list[str], *options: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """The figures of one gang; `startup_s` is from the start of the launcher to READY, in seconds."""
     name = f"bench-{os.getpid()}"
-    fixed = ("--device", "cuda", "--load-format", "dummy", "--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
+    sizes = ("--max-num-seqs", "256", "--max-num-batched-tokens", str(BATCHED_TOKENS))
+    fixed = ("--device", "cuda", "--load-format", "dummy", *sizes)
     command = launch_command("coordinator", name, model, tp, pp, *fixed, *options)
     with running_gang(command, name) as startup_s:
         bench = [sys.executable, "-m", "engine_stub", "bench", "--name", name, *workload]
         figures = last_json(bench)
         seen = status(name)
-    rank = seen["ranks"][0] if seen else {}
-    facts = {key: rank.get(key) for key in ("kernels", "graph_hit_rate", "num_blocks")}
+    ranks = seen["ranks"] if seen else [{}]
+    facts = {key: ranks[0].get(key) for key in ("kernels", "graph_hit_rate", "num_blocks")}
+    facts["time_shares"] = [rank.get("time_shares") for rank in ranks]  # of the prompts at the end
     return figures | {"startup_s": round(startup_s, 1)} | facts
 
 
