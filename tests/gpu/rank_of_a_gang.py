@@ -33,7 +33,8 @@ def main() -> None:
     torch.cuda.set_device(device)
     config = ModelConfig.from_folder(folder)
     topology = Topology.of(config, rank, tp, pp, None)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=serves)
     groups = make_groups(topology, dist.PrefixStore("test", store), device, timedelta(seconds=120))
     groups.exercise(device, dtype)
     sizes = RunnerConfig(dtype, device, 16, 256, ROWS, 8, 128, pp + 2, 0, ROWS)
