@@ -21,9 +21,12 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from textual.widgets import DataTable, RichLog
 
 from tests.gang.gangs import ROOT, RunningGang, gang, workerctl
 from tests.gang.test_gang_serving import decode, prompt
+from worker.ctl.top_app import TopApp
+from worker.run_files import RunFiles
 from workerproto.client import Client
 from workerproto.messages import Event, Refused, Result
 
@@ -348,3 +351,24 @@ def test_a_profile_is_a_file_a_rank_and_ends_by_itself(serving: RunningGang, cli
     assert wrong.stderr == "rankd: error: --steps is 1001, it must be from 1 to 1000\n"
     client.submit(decode(1, 8))
     answer_of(client)
+
+
+async def test_top_shows_ranks_pipeline_memory_events_and_logs(serving: RunningGang, client: Client) -> None:
+    run_steps(client, 8)
+    app = TopApp(RunFiles("g", serving.environment), serving.run_dir / "_logs" / "g", 0.1)
+    async with app.run_test(size=(160, 50)) as pilot:
+        deadline = time.monotonic() + 10
+        while not (ranks := app.query_one("#ranks", DataTable)).row_count:
+            assert time.monotonic() < deadline
+            await pilot.pause(0.05)
+        assert ranks.row_count == 2
+        heading, pipeline, memory = (str(app.query_one(name).render()) for name in ("#heading", "#pipeline", "#memory"))
+        assert heading.startswith("g  READY")
+        assert re.search(r"rank 0 .*█.*\nrank 1 .*█", pipeline)
+        assert "MiB" in memory
+        events = "\n".join(strip.text for strip in app.query_one("#events", RichLog).lines)
+        assert "the gang is READY, epoch 1" in events
+        logs = "\n".join(strip.text for strip in app.query_one("#logs", RichLog).lines)
+        assert "rank 1 pp 1 tp 0 epoch 1" in logs
+        await pilot.press("q")
+    assert app.return_code == 0

@@ -20,7 +20,7 @@ def doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser(
         "workerctl doctor",
         "Check devices, drivers, libraries, shared memory, limits, ports and the model folder before a start, and say "
-        "what to change. Example: workerctl doctor --model DIR -tp 2",
+        "what to change.",
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="checked too: architecture, files, size")
     parser.add_argument("--name", default=DEFAULT_NAME)

@@ -17,7 +17,6 @@ def log_level(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser(
         "workerctl log-level",
         "Change how much a gang logs, while it runs. debug has a line for each step. "
-        "Example: workerctl log-level debug --name demo --rank 1",
     )
     parser.add_argument("level", choices=LOG_LEVELS)
     parser.add_argument("--name", default=DEFAULT_NAME)

@@ -20,7 +20,6 @@ def logs(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser(
         "workerctl logs",
         "Print what a gang's processes have logged, torch's and NCCL's own output too; also after its end. "
-        "Example: workerctl logs --name demo --rank 1 -f",
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="as it was given to workerctl up")

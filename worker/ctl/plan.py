@@ -24,7 +24,6 @@ def plan(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "workerctl plan",
         "Say whether a model fits on GPUs of a size, and with how many tokens of KV cache. Weights and blocks are "
         "exact, what is marked ~ is estimated, and a start measures it. "
-        "Example: workerctl plan --model DIR --gpu-memory 141GB -tp 2",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="its config.json is enough")
     parser.add_argument("--gpu-memory", type=device_bytes, required=True, metavar="BYTES", help="141GB, 80GiB, …")

@@ -21,7 +21,6 @@ def profile(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "workerctl profile",
         "Start torch's profiler on all ranks; it ends after --steps, or by stop, which says where the files are: "
         "beside the logs. While it runs, steps are slower. "
-        "Example: workerctl profile start --steps 20; workerctl profile stop",
     )
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("--name", default=DEFAULT_NAME)

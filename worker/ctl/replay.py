@@ -27,7 +27,7 @@ def replay(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "workerctl replay",
         "Feed a recording (workerctl up --record FILE) to a gang of the same model, with any tp and pp, and compare "
         "its tokens; at full speed it is a benchmark. It needs the gang for itself. Exit code 0: the same, 1: not, "
-        "2: not possible, 3: no such gang. Example: workerctl replay steps.rec --name other",
+        "2: not possible, 3: no such gang.",
     )
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--name", default=DEFAULT_NAME)

@@ -20,7 +20,6 @@ def stacks(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser(
         "workerctl stacks",
         "Python stacks of every thread of every rank, and of the coordinator, most recent call first. "
-        "Example: workerctl stacks --name demo --rank 1",
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--rank", type=int, help="of this rank alone")

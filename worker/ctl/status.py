@@ -28,7 +28,7 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "workerctl status",
         "Show a gang. Exit code 0: READY, 1: not (or a rank is stuck), 2: failed, 3: there is none. "
         "compute, prev and sched are shares of the last 5 s: at work, waiting for the previous stage, waiting for the "
-        "scheduler. Example: workerctl status --name demo --watch",
+        "scheduler.",
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--json", action="store_true", help="one object (with --watch one a line), see docs/status.md")

@@ -26,7 +26,6 @@ def timeline(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser(
         "workerctl timeline",
         "Draw what every rank did in the last steps as an HTML page, bubbles summed. "
-        "Example: workerctl timeline --name demo --steps 50 --output timeline.html",
     )
     step_count(parser)
     parser.add_argument("--output", metavar="FILE", default="timeline.html", help="(%(default)s)")

@@ -38,7 +38,7 @@ def trace(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser(
         "workerctl trace",
         "Write what every rank did in the last steps as a trace for https://ui.perfetto.dev. They are kept all the "
-        "time, so nothing has to be started. Example: workerctl trace --name demo --steps 100 --output trace.json",
+        "time, so nothing has to be started.",
     )
     step_count(parser)
     parser.add_argument("--output", metavar="FILE", help="instead of stdout")
