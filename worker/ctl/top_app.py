@@ -79,11 +79,15 @@ class TopApp(App[None]):
         self.call_from_thread(self._draw, answer, rings, self._new_lines())
 
     def _lost(self, why: str) -> None:
+        if not self.query("#events"):
+            return  # it is closing
         if not self._gone:
             self.query_one("#events", RichLog).write(f"{time.strftime('%H:%M:%S')} {why}")
         self._gone = True
 
     def _draw(self, answer: dict[str, Any], rings: Rings | None, lines: list[str]) -> None:
+        if not self.query("#logs"):
+            return  # it is closing
         self._gone = False
         width = max(20, self.size.width - 12)
         self.query_one("#heading", Static).update("\n".join(heading(answer)))

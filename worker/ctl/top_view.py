@@ -12,6 +12,7 @@ _COLOURS = {
     "forward": "blue", "sample": "green", "send": "magenta", "copy": "yellow", "receive": "red",
     "wait for scheduler": "grey30",
 }  # fmt: skip
+_SHOWN_NS = 500_000_000
 _OTHER = "grey70"
 _LETTERS = {"receive": "·", "wait for scheduler": " "}
 KEY = "forward sample send copy other  ·: waits for the previous stage  blank: for the scheduler"
@@ -19,8 +20,7 @@ KEY = "forward sample send copy other  ·: waits for the previous stage  blank: 
 
 def pipeline(rings: Rings, width: int) -> Text:
     """A line a rank, time from left to right; a cell is coloured by what took most of it."""
-    start = min((int(records["waiting"].min()) for records in rings.ranks.values() if len(records)), default=rings.now)
-    end = max((int(records["done"].max()) for records in rings.ranks.values() if len(records)), default=rings.now)
+    start, end = _window(rings)
     cell = max(1.0, (end - start) / width)
     shown = Text()
     for rank, records in rings.ranks.items():
@@ -28,7 +28,9 @@ def pipeline(rings: Rings, width: int) -> Text:
         for part in parts_of(records, rings.now):
             if part.row or part.name in ("step", "refused step", "reset"):
                 continue
-            first, last = (part.start - start) / cell, (part.end - start) / cell
+            if part.end < start:
+                continue
+            first, last = max(0.0, (part.start - start) / cell), (part.end - start) / cell
             for number in range(max(0, int(first)), min(width, int(last) + 1)):
                 share = min(last, number + 1) - max(first, number)
                 spent[number][part.name] = spent[number].get(part.name, 0.0) + max(share, 0.0)
@@ -43,6 +45,19 @@ def pipeline(rings: Rings, width: int) -> Text:
     for word in KEY.split(" "):
         shown.append(word + " ", style=_COLOURS.get(word, "dim"))
     return shown
+
+
+def _window(rings: Rings) -> tuple[int, int]:
+    """The last half second in which something was done, or the last three steps if they took longer."""
+    known = [records[records["sequence"] > 0] for records in rings.ranks.values()]
+    known = [records for records in known if len(records)]
+    if not known:
+        return rings.now - 1, rings.now
+    hangs = any((records["done"] == 0).any() for records in known)
+    end = rings.now if hangs else max(int(records["done"].max()) for records in known)
+    first = min(int(records["received"].min()) for records in known)
+    third = min(int(records["received"][-3:].min()) for records in known)
+    return max(first, min(third, end - _SHOWN_NS)), end
 
 
 def memory_bars(ranks: list[dict[str, Any]], width: int) -> Text:
