@@ -252,7 +252,8 @@ def total(seen: dict[str, list[tuple[dict[str, str], float]]], name: str, **labe
 
 
 def refused(seen: dict[str, list[tuple[dict[str, str], float]]]) -> float:
-    return total(seen, "rankd_steps_total", rank="1", outcome="refused")
+    """By every rank: they need not be equally far."""
+    return min(total(seen, "rankd_steps_total", rank=rank, outcome="refused") for rank in "01")
 
 
 def test_metrics_count_every_step(serving: RunningGang, client: Client) -> None:
