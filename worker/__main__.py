@@ -47,6 +47,8 @@ def main() -> NoReturn:
     try:
         config = resolve(options, environment)
         check_world_size(config, place)
+        if config.restarts.most and not place.spawned:
+            raise ValueError("--max-restarts is given to the worker, but torchrun restarts: give it to torchrun")
         origin = origin_of(config, place)
         if place.spawned:  # by a coordinator that holds the name; what another gang has there is not touched
             log_to(config.observe.log_file(place.rank), origin, config.observe, terminal, everything=True)

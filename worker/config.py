@@ -37,6 +37,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """At most so many times; `delay` in seconds before the first."""
+
+    most: int
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryConfig:
     """A rank's device memory; `worker.memory.budget` defines what utilization means.
 
@@ -84,6 +92,7 @@ class GangConfig:
     debug_sync: bool
     observe: ObserveConfig
     limits: Limits
+    restarts: RestartPolicy
 
     @property
     def world_size(self) -> int:
@@ -156,6 +165,7 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         debug_sync=options.debug_sync,
         observe=resolve_observe(options, environment),
         limits=limits,
+        restarts=_restarts(options),
     )
 
 
@@ -180,6 +190,14 @@ def _limits(options: argparse.Namespace) -> Limits:
             f"{options.heartbeat_interval:g}"
         )
     return Limits(**limits)
+
+
+def _restarts(options: argparse.Namespace) -> RestartPolicy:
+    if not 0 <= options.max_restarts < 1 << 31:
+        raise ValueError(f"--max-restarts is {options.max_restarts}, it must be at least 0")
+    if not 0 <= options.restart_delay <= 1e6:
+        raise ValueError(f"--restart-delay is {options.restart_delay:g} s, it must be from 0 to 1000000")
+    return RestartPolicy(options.max_restarts, options.restart_delay)
 
 
 def _device(asked: str, environment: Mapping[str, str]) -> str:

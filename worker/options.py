@@ -82,6 +82,12 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--heartbeat-interval", type=float, default=1, help="of each rank (%(default)s)")
     limits.add_argument("--heartbeat-timeout", type=float, default=30, help="for a rank that is silent (%(default)s)")
     limits.add_argument("--lease-timeout", type=float, default=10, help="for a scheduler that is silent (%(default)s)")
+    again = parser.add_argument_group("after a failure (under torchrun, restarting is its --max-restarts)")
+    again.add_argument("--max-restarts", type=int, default=0, metavar="N", help="bring the gang back up to N times")
+    again.add_argument(
+        "--restart-delay", type=float, default=1, metavar="SECONDS",
+        help="before a restart (%(default)s); doubles while the gang fails before READY, up to 30",
+    )  # fmt: skip
     add_observe_options(parser, byte_count)
     add("--traceback", action="store_true", help="on an error print its traceback too (or RANKD_TRACEBACK=1)")
 

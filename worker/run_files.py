@@ -13,6 +13,7 @@ these names and kinds: a folder that holds anything else is somebody's, and no g
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import os
 import re
@@ -21,7 +22,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from workerproto.rundir import gang_directory, ipc_endpoint
+from workerproto.rundir import gang_directory, ipc_endpoint, run_directory
 
 _SOCKET = re.compile(r"sched|admin|[0-9a-f]{8}\.e\d+r\d+[sac]")
 _MAPPED = re.compile(r"[0-9a-f]{8}\.((status|trace)\d+|relay)")
@@ -36,6 +37,12 @@ class RunFiles:
         self.launch = launch
         self.epoch = epoch
         ipc_endpoint(self.folder / f"{launch or '01234567'}.e99r999s")
+
+    def of_epoch(self, epoch: int) -> RunFiles:
+        """The same gang's, in another epoch."""
+        other = copy.copy(self)
+        other.epoch = epoch
+        return other
 
     @property
     def lock(self) -> Path:
@@ -67,6 +74,11 @@ class RunFiles:
     @property
     def relay_trace(self) -> Path:
         return self.folder / f"{self.launch}.relay"
+
+
+def reports_folder(environment: Mapping[str, str]) -> Path:
+    """Of all gangs of a run directory; no gang can have its name."""
+    return run_directory(environment) / "_reports"
 
 
 class NameInUse(Exception):

@@ -108,7 +108,8 @@ class StepTrace:
 
 
 def create_trace_file(path: Path) -> mmap.mmap:
-    """By the coordinator, who alone makes and unlinks files."""
+    """By the coordinator, who alone makes and unlinks files; one of an epoch before is replaced, not written to."""
+    path.unlink(missing_ok=True)
     with open(path, "w+b") as file:
         file.truncate(SIZE)
         mapped = mmap.mmap(file.fileno(), SIZE)

@@ -86,10 +86,11 @@ class House:
         self.errors: list[BaseException] = []
         self.configured: list[bytes] = []
         self.updates_lost = 0
-        self.relay = Relay(self.context, self.files, 2, 1, CREDIT, lease_timeout, EPOCH, self)
+        self.relay = Relay(self.context, self.files, 2, 1, CREDIT, lease_timeout, self)
         self.ranks = [self.context.socket(zmq.DEALER) for _ in range(2)]
         for rank, socket in enumerate(self.ranks):
             socket.connect(self.files.steps_endpoint(rank))
+            socket.send(b"")  # as a rank does
         self.answers = self.context.socket(zmq.PUSH)
         self.answers.connect(self.files.answers_endpoint(1))
         self.relay.start()

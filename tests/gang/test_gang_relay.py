@@ -287,7 +287,7 @@ def test_failure_comes_after_the_results_that_were_there(house: House) -> None:
     house.take()
     fault = Fault(70, 1, "step", 2, None, "boom")
     deadline = time.monotonic() + 5
-    while house.relay.in_flight != 1:
+    while len(house.relay.stream.in_flight) != 1:
         assert time.monotonic() < deadline
     house.enter(Gang.FAILED, fault=fault)
     assert scheduler.receive()[0].seq == 1

@@ -13,7 +13,8 @@ import os
 import sys
 
 from worker.config import resolve
-from worker.coordinator.run import Launch, run
+from worker.coordinator.incarnation import Launch
+from worker.coordinator.run import run
 from worker.exit_codes import ExitCode, Failure
 from worker.options import Parser, add_gang_options
 from worker.processes import refuse_core_dumps

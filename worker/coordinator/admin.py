@@ -51,7 +51,8 @@ def log_level(gang: Gang, request: dict[str, str]) -> dict[str, Any]:
 def status(gang: Gang, relay: Relay) -> dict[str, Any]:
     """The object of `workerctl status --json`."""
     config, holder, facts = gang.config, relay.holder, gang.facts
-    fault = gang.cause.fault if gang.cause else None
+    cause = gang.cause or gang.last_cause
+    fault = cause.fault if cause else None
     statuses = [one.status for one in gang.ranks]
     live = max((status.live_requests for status in statuses if status), default=0)
     traces = [read_records(one.trace_record)[0] for one in gang.ranks]
@@ -80,7 +81,7 @@ def status(gang: Gang, relay: Relay) -> dict[str, Any]:
             "tokens_per_s": round(output.tokens_per_s, 2),
             "sampled_per_s": round(output.sampled_per_s, 2),
         },
-        "steps_in_flight": relay.in_flight,
+        "steps_in_flight": len(relay.stream.in_flight),
         "scheduler": None if holder is None else _scheduler(holder),
         "requests_live": live,
         "last_fault": None

@@ -48,8 +48,9 @@ class Gang:
 
     def __init__(
         self, config: GangConfig, epoch: int, relay: Relay, records: list[mmap.mmap], traces: list[mmap.mmap],
-        send: Callable[[int, gm.ToRank], None], say: Callable[[str], None],
+        send: Callable[[int, gm.ToRank], None], say: Callable[[str], None], goes_on: Callable[[int], bool],
     ) -> None:  # fmt: skip
+        """`goes_on(exit code)`: whether it would come back from a failure."""
         self.config = config
         self.epoch = epoch
         beat = config.limits.heartbeat
@@ -58,18 +59,22 @@ class Gang:
         self.kv: gm.KvConfig | None = None
         self.log_level: str | None = None  # if it was changed
         self.cause: Cause | None = None
+        self.causes: list[Cause] = []  # all signs of it, as they were seen
+        self.last_cause: Cause | None = None  # of the incarnation before
+        self.goes_on = False  # it has failed, and another comes
+        self.failed_at: float | None = None  # monotonic seconds, of the first sign
         self.started = time.monotonic()
         self.ended: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._relay = relay
         self._send = send
         self._say = say
+        self._goes_on = goes_on
         self._machine = Machine(GANG, GangState.STARTING)
         self._agreement = Agreement(config.world_size)
         self._waiting_since = 0.0  # for the size of the cache, which is none of the ranks' delay
         self._waited = 0.0
         self.operations = Operations(config.world_size, relay, self._operated)
-        self._causes: list[Cause] = []
         self._ending: asyncio.Task[None] | None = None
         self._overdue: limits.Overdue | None = None
         self._tick_s = tick_interval(config)
@@ -88,7 +93,13 @@ class Gang:
         facts = self.facts if state in WITH_FACTS else None
         if state in _BRING_UP:
             self._say(f"{time.monotonic() - self.started:5.1f} s  {_BRING_UP[state]}")
-        self._relay.post(lambda: self._relay.enter(state, facts, fault))
+        if fault is not None:
+            self.goes_on = self._goes_on(fault.code)
+        self._relay.post(lambda: self._relay.enter(state, facts, fault, goes_on=self.goes_on))
+
+    def restart(self) -> None:
+        """It has failed; another of the next epoch takes its place."""
+        self._move(GangEvent.RESTART)
 
     # Bring-up.
 
@@ -263,10 +274,10 @@ class Gang:
             return
         if self._ending is not None:
             return
-        bounds, ranks = self.config.limits, self.ranks
+        bounds, ranks, stream = self.config.limits, self.ranks, self._relay.stream
         overdue = limits.heartbeat_overdue(bounds, ranks)
         if self.state in OPERABLE:
-            overdue = overdue or limits.step_overdue(bounds, ranks, self._relay.head, self._relay.head_since)
+            overdue = overdue or limits.step_overdue(bounds, ranks, stream.head, stream.head_since)
         elif not self.ready.done():
             began = self.started + self._waited
             overdue = overdue or limits.startup_overdue(bounds, ranks, self.state, began)
@@ -277,7 +288,7 @@ class Gang:
     @property
     def waiting_for(self) -> list[Rank]:
         """Whom the gang waits for now."""
-        return limits.waiting_for(self.ranks, self.state, self._relay.head)
+        return limits.waiting_for(self.ranks, self.state, self._relay.stream.head)
 
     # The end.
 
@@ -291,8 +302,9 @@ class Gang:
 
     def fail(self, cause: Cause) -> None:
         """A sign of failure; the first begins the end, those that follow within GATHER_S are weighed with it."""
-        self._causes.append(cause)
-        if self._ending is not None and len(self._causes) == 1 and self._machine.allows(GangEvent.FAIL):
+        self.failed_at = self.failed_at or time.monotonic()
+        self.causes.append(cause)
+        if self._ending is not None and len(self.causes) == 1 and self._machine.allows(GangEvent.FAIL):
             self._ending.cancel()  # an orderly stop that has not come to its end
             self._ending = None
         if self._ending is None:
@@ -302,7 +314,7 @@ class Gang:
         gathered = asyncio.get_running_loop().time() + GATHER_S
         self.stacks = await self._stacks_of_all()
         await asyncio.sleep(gathered - asyncio.get_running_loop().time())
-        first = causes.first_cause(self._causes)
+        first = causes.first_cause(self.causes)
         by_limit = first.weight == causes.LIMIT and self._overdue is not None
         self.cause = self._overdue.cause(self.stacks) if by_limit and self._overdue else first
         self._move(GangEvent.FAIL)
@@ -340,7 +352,7 @@ class Gang:
             self._move(GangEvent.DRAIN)
         if self.state is GangState.DRAINING:
             deadline = time.monotonic() + self.config.limits.drain
-            while self._relay.in_flight and time.monotonic() < deadline and not self._at_once:
+            while self._relay.stream.in_flight and time.monotonic() < deadline and not self._at_once:
                 await asyncio.sleep(0.01)
             self._move(GangEvent.DRAINED)
             self._relay.post(self._relay.stop_ranks)
@@ -357,8 +369,8 @@ class Gang:
         else:
             await self._all_gone(1.0)
         self._move(GangEvent.ALL_GONE)
-        if self._causes:  # a rank that failed at its very end
-            self.cause = causes.first_cause(self._causes)
+        if self.causes:  # a rank that failed at its very end
+            self.cause = causes.first_cause(self.causes)
         self.ended.set_result(ExitCode(self.cause.fault.code) if self.cause else ExitCode.OK)
 
     def _signal(self, number: signal.Signals, ranks: list[Rank] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container
 
 from workerproto.codec import Header, WireError
@@ -33,6 +34,16 @@ class Lease:
 
     def welcome(self) -> None:
         self._machine.move(LeaseEvent.WELCOME)
+
+    def lose_in_flight(self) -> None:
+        """The gang failed, and goes on behind the last answer."""
+        self.expected = self.answered + 1
+        self.in_flight = 0
+
+    def patience_ms(self, timeout: float) -> int:
+        """Until the next ping is due, or the lease ends. `timeout`: the lease's, seconds."""
+        wake = min(self.said + timeout / 3, self.heard + timeout)
+        return max(0, int((wake - time.monotonic()) * 1000) + 1)
 
     def end(self, event: LeaseEvent) -> None:
         self._machine.move(event, RemoteStateError)

@@ -8,12 +8,13 @@ the main thread wants of it comes as a call to run on this thread (`post`). It b
 from __future__ import annotations
 
 import logging
-import os
+import mmap
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import msgspec
@@ -21,12 +22,12 @@ import zmq
 
 from worker.config import FRAME_BYTES
 from worker.coordinator.lease import Lease, judge_hello, judge_sender
+from worker.coordinator.poll_thread import PollThread
 from worker.coordinator.recorder import Recorder
 from worker.coordinator.schedulers import Schedulers
 from worker.coordinator.stream import Stream, bind, waiting
 from worker.gang_messages import PERFORM, RESET, RESET_DONE, STOP
 from worker.run_files import RunFiles
-from worker.step_trace import StepTrace
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
 from workerproto.messages import (
     ORDERED_KINDS,
@@ -73,65 +74,67 @@ class Listener(Protocol):
 
 
 class Relay:
-    """Lives from `start` to `close`."""
+    """Lives from `start` to `close`. `stream`: that of the present epoch, whose figures any thread may read."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, world_size: int, output_rank: int, credit: int,
-        lease_timeout: float, epoch: int, listener: Listener,
+        lease_timeout: float, listener: Listener,
     ) -> None:  # fmt: skip
+        """`files`: of the first epoch."""
+        self._make_stream = partial(Stream, context, world_size=world_size, output_rank=output_rank)
         self._credit = credit
         self._lease_timeout = lease_timeout
-        self._epoch = epoch
         self._listener = listener
-        self._schedulers = Schedulers(bind(context, zmq.ROUTER, files.scheduler_endpoint), epoch)
-        self._stream = Stream(context, files, world_size, output_rank, epoch)
-        self._calls: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._running = True
+        self._schedulers = Schedulers(bind(context, zmq.ROUTER, files.scheduler_endpoint))
+        self._thread = PollThread("relay", self._patience, self._watch_lease, self._trouble)
+        self._thread.hear(self._schedulers.socket, self._from_scheduler)
+        self.post = self._thread.post  # from any thread
         self._lease: Lease | None = None
         self._ended: deque[int] = deque(maxlen=256)  # leases of late, to tell a latecomer what has become of his
         self._state = Gang.STARTING
+        self._dropped = 0  # by resets, since the last Welcome
+        self.steps_done = 0
+        self.recorder: Recorder | None = None
+        self._begin(files)
+
+    def _begin(self, files: RunFiles) -> None:
+        """An epoch: of the one before only the lease is left."""
+        self._epoch = self._schedulers.epoch = files.epoch
+        self.stream = self._make_stream(files)
+        self._thread.hear(self.stream.answers, self._from_output)
         self._facts: Facts | None = None
         self._dirty = False  # steps were sent since the last reset
         self._resetting = False
         self._operation: _Operation | None = None
         self._proposed = False  # to the ranks
-        self._dropped = 0  # by resets, since the last Welcome
-        self.steps_done = 0
-        self.recorder: Recorder | None = None
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._met = False  # the ranks are connected
+        self._thread.troubles = 0
 
     def start(self) -> None:
         self._thread.start()
 
     # Any thread.
 
-    def post(self, call: Callable[[], None]) -> None:
-        """Run it on the relay thread, soon and in order."""
-        self._calls.append(call)
-        os.eventfd_write(self._wake, 1)
-
     @property
-    def in_flight(self) -> int:
-        return len(self._stream.in_flight)
+    def broken(self) -> bool:
+        """It can drive no further epoch."""
+        return self._thread.broken
 
-    @property
-    def head(self) -> int | None:
-        """Gang sequence of the oldest frame in flight."""
-        try:
-            return self._stream.in_flight[0].gang_seq
-        except IndexError:
-            return None
+    def restart(self, files: RunFiles, trace: mmap.mmap) -> Future[None]:
+        """Go on with the ranks of the next epoch; done when they may connect."""
+        done: Future[None] = Future()
 
-    @property
-    def head_since(self) -> float:
-        """Since when it waits for its answer, in monotonic seconds; 0 if there is none."""
-        return self._stream.head_since
+        def begin() -> None:
+            self._thread.deafen(self.stream.answers)
+            self.stream.close(0)
+            self._begin(files)
+            self.stream.trace.map(trace)
+            if self._lease is not None and not self._lease.held:  # it waited for a reset that has come about
+                self._welcome()
+            done.set_result(None)
 
-    @property
-    def trace(self) -> StepTrace:
-        """Of the frames relayed."""
-        return self._stream.trace
+        self.post(begin)
+        return done
 
     @property
     def holder(self) -> Lease | None:
@@ -142,15 +145,21 @@ class Relay:
         self.post(self._close)
         self._thread.join(timeout)
         self._schedulers.socket.close(linger=int(timeout * 1000))
-        self._stream.close(int(timeout * 1000))
-        os.close(self._wake)
+        self.stream.close(int(timeout * 1000))
 
     # Calls that the main thread posts.
 
-    def enter(self, state: Gang, facts: Facts | None = None, fault: Fault | None = None) -> None:
-        """The gang is in a new state: the holder is told. After FAILED what the ranks had sent goes out first."""
+    def enter(
+        self, state: Gang, facts: Facts | None = None, fault: Fault | None = None, *, goes_on: bool = False
+    ) -> None:
+        """The gang is in a new state: the holder is told. Before FAILED what the ranks had sent goes out, and the lease
+        ends with it unless the gang `goes_on` in a next epoch."""
         if state is Gang.FAILED:
             self._from_output(sys.maxsize)
+            self._drop_operation()
+        if state is Gang.READY and not self._met:
+            self.stream.meet()
+            self._met = True
         self._state = state
         self._facts = facts or self._facts
         if facts is not None and self.recorder is not None:
@@ -159,43 +168,30 @@ class Relay:
             fault = fault and msgspec.structs.replace(fault, step=self._lease_step(lease, fault.step))
             self._tell(lease, Kind.EVENT, Event(state, self._epoch, lease.answered, facts, fault))
             if state is Gang.FAILED and lease is self._lease:
+                if goes_on:
+                    return lease.lose_in_flight()
                 self._end_lease(LeaseEvent.GANG_ENDED, "FAILED", fault.message if fault else "")
 
     def _lease_step(self, lease: Lease, gang_seq: int | None) -> int | None:
         """A fault names its step by gang sequence; None if it was none of this lease, or one of long ago."""
-        recent = self._stream.recent
+        recent = self.stream.recent
         return next((s.lease_seq for s in recent if s.gang_seq == gang_seq and s.lease is lease), None)
 
     def stop_ranks(self) -> None:
         """The last frame in the stream of every rank."""
-        self._stream.send(STOP)
+        self.stream.send(STOP)
 
     def _close(self) -> None:
         if self._lease is not None:
             self._end_lease(LeaseEvent.GANG_ENDED, "STOPPED", "the gang has stopped")
-        self._running = False
+        self._thread.stop()
 
     # The thread.
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._schedulers.socket, zmq.POLLIN)
-        poller.register(self._stream.answers, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        try:
-            while self._running:
-                for socket, _ in poller.poll(self._patience()):
-                    if socket is self._stream.answers:
-                        self._from_output(BATCH)
-                    elif socket is self._schedulers.socket:
-                        self._from_scheduler()
-                    else:
-                        os.eventfd_read(self._wake)
-                        while self._calls:
-                            self._calls.popleft()()
-                self._watch_lease()
-        except BaseException as error:
-            self._listener.relay_failed(error)
+    def _trouble(self, error: Exception) -> None:
+        """A rank's doing, as a rule. The gang ends, and its holder must still be told; ranks are heard no more."""
+        self._listener.relay_failed(error)
+        self._thread.deafen(self.stream.answers)
 
     def _from_scheduler(self) -> None:
         for parts in waiting(self._schedulers.socket, BATCH):
@@ -231,7 +227,7 @@ class Relay:
             lease.in_flight += 1
             if self.recorder is not None:
                 self.recorder.frame(frame, body)
-            self._stream.send(kind, header.flags, body, lease, header.seq)
+            self.stream.send(kind, header.flags, body, lease, header.seq)
         elif kind is Kind.PING:
             decode_body(kind, body)
             self._schedulers.send(identity, Header(Kind.PONG, 0, self._epoch, lease.number), b"")
@@ -243,19 +239,20 @@ class Relay:
         else:
             raise WireError(ErrorCode.BAD_KIND, f"{kind.name} is not for a coordinator to receive", "kind", kind.name)
 
-    def _from_output(self, most: int) -> None:
-        for header, body in waiting(self._stream.answers, most):
-            self._answer(header, body)
+    def _from_output(self, most: int = BATCH) -> None:
+        for header, body in waiting(self.stream.answers, most):
+            if self._state is not Gang.FAILED:  # what comes after that belongs to an epoch that is over
+                self._answer(header, body)
 
     def _answer(self, frame: bytes, body: bytes) -> None:
-        kind, step = self._stream.take(frame)
+        kind, step = self.stream.take(frame)
         if kind == RESET_DONE:
             return self._reset_done(msgspec.msgpack.decode(body, type=int))
         self.steps_done += 1
         lease = step.lease
         assert lease is not None
         if kind == Kind.REFUSED:
-            body = self._stream.translated(body, step)
+            body = self.stream.translated(body, step)
         if lease is self._lease:  # else it has ended
             lease.in_flight -= 1
             header = self._deliver_answer(lease, Kind(kind), step.lease_seq, body)
@@ -285,24 +282,24 @@ class Relay:
     def _propose(self) -> None:
         """Earlier steps are answered first, and a reset that is on its way."""
         operation = self._operation
-        if operation is None or self._proposed or self._stream.in_flight:
+        if operation is None or self._proposed or self.stream.in_flight:
             return
         self._proposed = True
         if self._state is Gang.AWAITING_KV:  # its ranks take no frames yet
-            self._stream.expect(0, operation.lease, operation.lease_seq)
+            self.stream.expect(0, operation.lease, operation.lease_seq)
             self._listener.configure_kv(operation.body)
         else:
-            self._stream.send(Kind.CONTROL, 0, operation.body, operation.lease, operation.lease_seq)
+            self.stream.send(Kind.CONTROL, 0, operation.body, operation.lease, operation.lease_seq)
 
     def perform(self) -> None:
         """All ranks have agreed to the operation."""
-        self._stream.send(PERFORM)
+        self.stream.send(PERFORM)
 
     def settle(self, kind: Kind, body: bytes, *, moved: bool) -> None:
         """The operation is answered. `moved`: the gang's state has, of which the holder is told already."""
         operation, self._operation, self._proposed = self._operation, None, False
         assert operation is not None
-        self._stream.answered()
+        self.stream.answered()
         if operation.settled is not None:
             operation.settled(kind, body)
             if not moved and (lease := self._lease) is not None and lease.held:  # it was told to wait, and may go on
@@ -313,6 +310,10 @@ class Relay:
                 body = encode_body(msgspec.structs.replace(refused, cause_seq=operation.lease_seq))
             self._deliver_answer(self._lease, kind, operation.lease_seq, body)
         self._reset()
+
+    def _drop_operation(self) -> None:
+        """The gang has failed. A scheduler hears that by the event; an operator's asker sees it by itself."""
+        self._operation, self._proposed = None, False
 
     # Leases.
 
@@ -356,7 +357,7 @@ class Relay:
             self._dirty = False
             if self._operation is not None and self._operation.lease is not None:
                 self._operation = None  # nobody waits for it, and it has not begun
-            self._stream.send(RESET)
+            self.stream.send(RESET)
 
     def _reset_done(self, dropped: int) -> None:
         self._dropped += dropped
@@ -369,12 +370,7 @@ class Relay:
 
     def _patience(self) -> int | None:
         """Milliseconds until the next ping or the end of the lease, None without a lease."""
-        lease = self._lease
-        if lease is None:
-            return None
-        third = self._lease_timeout / 3
-        wake = min(lease.said + third, lease.heard + self._lease_timeout)
-        return max(0, int((wake - time.monotonic()) * 1000) + 1)
+        return None if self._lease is None else self._lease.patience_ms(self._lease_timeout)
 
     def _watch_lease(self) -> None:
         lease = self._lease

@@ -5,65 +5,44 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import mmap
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import IO
+from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 import uvloop
 import zmq
 import zmq.asyncio
 
-from worker import gang_messages as gm
 from worker.config import GangConfig
 from worker.coordinator import admin, causes
 from worker.coordinator.gang import Gang, tick_interval
+from worker.coordinator.incarnation import Incarnation, Launch
 from worker.coordinator.recorder import Recorder
 from worker.coordinator.relay import Relay
+from worker.coordinator.report import write_report
+from worker.coordinator.restarts import Restarts
 from worker.coordinator.saver_environment import saver_environment
 from worker.coordinator.sockets import bound, send_now
-from worker.coordinator.spawn import RankProcess, spawn
 from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import SPOKEN, Origin, bound_size, log_to, remove_logs
-from worker.processes import STOP_SIGNALS, started_at
+from worker.processes import STOP_SIGNALS
 from worker.rank.fault_points import check_faults
 from worker.rank.stacks import offer as offer_stacks
-from worker.rank.status_file import create_status_file
 from worker.run_files import Claim, NameInUse, RunFiles
 from worker.step_trace import create_trace_file
 from workerproto.operations import Control
-from workerproto.states import StateError
 
 LAST_WORDS_S = 1.0
 """For what was sent to schedulers to leave."""
 
 _log = logging.getLogger(SPOKEN)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How the ranks come. `agent`: torchrun's (pid, start tick); then they are adopted, else spawned with `arguments`.
-
-    `output` takes the ranks' stdout and stderr. `up` is called when connections are taken, `ready` at READY.
-    `starter`: a pipe's end; if the other end closes before READY, nobody wants the gang any more.
-    """
-
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    name: str  # of this launch, see run_files
-    epoch: int = 1
-    agent: tuple[int, int] | None = None
-    output: IO[bytes] | int = 2
-    starter: int | None = None
-    up: Callable[[], None] = lambda: None
-    ready: Callable[[], None] = lambda: None
 
 
 def run(config: GangConfig, launch: Launch) -> ExitCode:
@@ -126,6 +105,9 @@ class _Coordinator:
         self._asked = asked
         self._launch = launch
         self._files = files
+        self._restarts = Restarts(config.restarts.most, config.restarts.delay)
+        self._was_ready = False  # any gang before this one
+        self._unwanted = asyncio.Event()
 
     def open_log(self) -> None:
         """Raises ValueError if its file cannot be made."""
@@ -139,48 +121,33 @@ class _Coordinator:
             say(f"logs are in {self._config.observe.log_dir}")
 
     async def main(self) -> ExitCode:
-        config, files = self._config, self._files
+        config, launch = self._config, self._launch
         loop = self._loop = asyncio.get_running_loop()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        asynchronous = zmq.asyncio.Context(context)
-        records = [create_status_file(files.status(rank)) for rank in range(config.world_size)]
-        traces = [create_trace_file(files.trace(rank)) for rank in range(config.world_size)]
+        self._context = zmq.asyncio.Context(context)
         output_rank = config.world_size - config.tp
         self._relay = relay = Relay(
-            context, files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease,
-            self._launch.epoch, self,
-        )  # fmt: skip
-        self._control = [
-            bound(asynchronous, zmq.DEALER, files.control_endpoint(rank)) for rank in range(config.world_size)
-        ]
-        self._admin = bound(asynchronous, zmq.ROUTER, files.admin_endpoint)
-        relay_trace = create_trace_file(files.relay_trace)
-        relay.trace.map(relay_trace)
-        self._gang = gang = Gang(config, self._launch.epoch, relay, records, traces, self._send, say)
+            context, self._files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease, self
+        )
+        self._admin = bound(self._context, zmq.ROUTER, self._files.admin_endpoint)
         self._telemetry = Telemetry(config, loop, lambda: admin.status(self._gang, self._relay), say)
-        self._telemetry.watch(traces, relay_trace)
+        relay_trace = create_trace_file(self._files.relay_trace)
+        relay.stream.trace.map(relay_trace)
+        self._now = self._incarnation(relay_trace)
         relay.recorder = recorder = self._recorder()
         relay.start()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, partial(gang.stop, number.name, again_at_once=True))
+            loop.add_signal_handler(number, self._stop, number.name)
         for got in self._asked:
-            gang.stop(signal.Signals(got).name)
-        if self._launch.starter is not None:
-            loop.add_reader(self._launch.starter, self._starter_gone)
-        tasks = [
-            asyncio.create_task(self._serve_admin()),
-            asyncio.create_task(self._tick()),
-            asyncio.create_task(self._announce()),
-            *(asyncio.create_task(self._listen(rank)) for rank in range(config.world_size)),
-        ]
+            self._stop(signal.Signals(got).name)
+        if launch.starter is not None:
+            loop.add_reader(launch.starter, self._starter_gone)
+        tasks = [asyncio.create_task(self._serve_admin()), asyncio.create_task(self._tick())]
         for task in tasks:
-            task.add_done_callback(self._task_ended)
-        self._bring_ranks()
-        self._launch.up()
-        code = await gang.ended
-        if gang.cause is not None:
-            self._telemetry.failed(gang.cause.fault.code)
-            _report(gang.cause)
+            task.add_done_callback(lambda task: self._now.task_ended(task))
+        self._now.start()
+        launch.up()
+        code = await self._live()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -188,49 +155,72 @@ class _Coordinator:
         self._telemetry.close()
         if recorder is not None:
             recorder.close(LAST_WORDS_S)
-        for one in (self._admin, *self._control):
-            one.close(linger=100)
+        self._admin.close(linger=100)
         context.term()
         return code
 
-    def _bring_ranks(self) -> None:
-        launch, gang = self._launch, self._gang
-        if launch.agent is None:
-            processes = spawn(
-                self._config.world_size, launch.arguments, launch.environment, launch.epoch, launch.name, launch.output
-            )
-            for rank, process in enumerate(processes):
-                gang.watch(rank, process)
-            pids = ", ".join(str(process.pid) for process in processes)
-            say(f"gang {self._config.name!r}: started {len(processes)} ranks, processes {pids}")
-            return
-        pid, started = launch.agent
-        try:
-            agent = RankProcess(pid, started)
-        except ProcessLookupError:
-            return self._agent_gone()
-        agent.exited.add_done_callback(lambda _: self._agent_gone())
+    @property
+    def _gang(self) -> Gang:
+        return self._now.gang
 
-    def _agent_gone(self) -> None:
-        self._gang.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
+    # Incarnations.
+
+    def _incarnation(self, relay_trace: mmap.mmap, before: Gang | None = None) -> Incarnation:
+        now = Incarnation(
+            self._config, self._launch, self._files, self._context, self._relay, say, self._goes_on, before
+        )
+        self._telemetry.watch(now.traces, relay_trace)
+        return now
+
+    async def _live(self) -> ExitCode:
+        """One incarnation after the other, until one ends in order or is not to be followed."""
+        while True:
+            gang = self._gang
+            code = await gang.ended
+            self._was_ready |= gang.ready.done()
+            if gang.cause is not None:
+                self._telemetry.failed(gang.cause.fault.code)
+                _say_cause(gang.cause)
+                self._write_report()
+            await self._now.close()
+            if not gang.goes_on:
+                return code
+            if await self._unwanted_within(self._restarts.take(was_ready=gang.ready.done())):
+                return ExitCode.OK
+            self._files = self._files.of_epoch(gang.epoch + 1)
+            relay_trace = create_trace_file(self._files.relay_trace)
+            await asyncio.wrap_future(self._relay.restart(self._files, relay_trace))
+            gang.restart()
+            self._now = self._incarnation(relay_trace, gang)
+            self._now.start()
+
+    async def _unwanted_within(self, seconds: float) -> bool:
+        """Wait so long before the next incarnation, or until nobody wants it any more."""
+        say(f"restart {self._restarts.done} of {self._config.restarts.most} in {seconds:g} s")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._unwanted.wait(), seconds)
+        return self._unwanted.is_set()
+
+    def _goes_on(self, code: int) -> bool:
+        return self._restarts.allow(code) and not self._relay.broken and not self._unwanted.is_set()
+
+    def _stop(self, why: str, *, again_at_once: bool = True) -> None:
+        self._unwanted.set()
+        self._gang.stop(why, again_at_once=again_at_once)
 
     def _starter_gone(self) -> None:
         assert self._launch.starter is not None
         self._loop.remove_reader(self._launch.starter)
-        if not self._gang.ready.done():
-            self._gang.stop("its starter is gone")
+        if not (self._was_ready or self._gang.ready.done()):
+            self._stop("its starter is gone")
 
-    # Talking to ranks.
-
-    async def _listen(self, rank: int) -> None:
-        while True:
-            message = gm.decode_from_rank(await self._control[rank].recv())
-            if isinstance(message, gm.Hello):
-                self._send(rank, gm.Welcome(os.getpid(), started_at(os.getpid())))
-            self._gang.receive(rank, message)
-
-    def _send(self, rank: int, message: gm.ToRank) -> None:
-        send_now(self._control[rank], gm.encode(message))
+    def _write_report(self) -> None:
+        gang = self._gang
+        try:
+            path = write_report(gang, self._relay, admin.status(gang, self._relay), self._launch.environment)
+        except OSError as error:
+            return say(f"no report could be written: {error}")
+        say(f"report: {path}")
 
     # Talking to people.
 
@@ -250,8 +240,9 @@ class _Coordinator:
 
     async def _operate(self, identity: bytes, operation: Control) -> None:
         """A rank that never answers ends the gang by the step limit, and with it this wait."""
-        answer = self._gang.operations.ask(operation)
-        await asyncio.wait((answer, self._gang.ended), return_when=asyncio.FIRST_COMPLETED)
+        gang = self._gang
+        answer = gang.operations.ask(operation)
+        await asyncio.wait((answer, gang.ended), return_when=asyncio.FIRST_COMPLETED)
         told = answer.result() if answer.done() else {"error": "the gang has ended before it was done"}
         self._answer_admin(identity, told | {"pid": os.getpid()})
 
@@ -264,7 +255,7 @@ class _Coordinator:
             case "status":
                 return admin.status(self._gang, self._relay)
             case "down":
-                self._gang.stop("workerctl down")
+                self._stop("workerctl down", again_at_once=False)
                 return {"stopping": True, "pid": os.getpid()}
             case "log-level":
                 return admin.log_level(self._gang, request)
@@ -282,18 +273,6 @@ class _Coordinator:
         say(f"recording the step stream into {recorder.path}, {'with' if wanted.tokens else 'without'} token ids")
         return recorder
 
-    async def _announce(self) -> None:
-        await self._gang.ready
-        facts = self._gang.facts
-        assert facts is not None
-        seconds = time.monotonic() - self._gang.started
-        say(
-            f"READY in {seconds:.1f} s: gang {self._config.name!r}, {facts.model}, tp {facts.tp} x pp {facts.pp}, "
-            f"{self._config.dtype} on {self._config.device}, {facts.kv.num_blocks} blocks of {facts.kv.block_size}, "
-            f"up to {facts.max_model_len} positions; schedulers connect to {self._files.scheduler_endpoint}"
-        )
-        self._launch.ready()
-
     # Watching.
 
     async def _tick(self) -> None:
@@ -308,21 +287,16 @@ class _Coordinator:
 
     def relay_failed(self, error: BaseException) -> None:
         cause = causes.own(ExitCode.DISAGREEMENT, f"relay: {type(error).__name__}: {error}")
-        self._loop.call_soon_threadsafe(self._gang.fail, cause)
+        self._loop.call_soon_threadsafe(lambda: self._gang.fail(cause))
 
     def configure_kv(self, body: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._gang.configure_kv, body)
+        self._loop.call_soon_threadsafe(lambda: self._gang.configure_kv(body))
 
     def update_lost(self) -> None:
-        self._loop.call_soon_threadsafe(self._gang.update_lost)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            code = ExitCode.DISAGREEMENT if isinstance(error, msgspec.MsgspecError | StateError) else ExitCode.STEP
-            self._gang.fail(causes.own(code, f"coordinator: {type(error).__name__}: {error}"))
+        self._loop.call_soon_threadsafe(lambda: self._gang.update_lost())
 
 
-def _report(cause: causes.Cause) -> None:
+def _say_cause(cause: causes.Cause) -> None:
     """The first cause first: one line, and what it rests on below."""
     trace = f"\n{cause.fault.traceback.rstrip()}" if cause.fault.traceback else ""
     _log.error(f"{cause.line} (exit code {cause.fault.code}){trace}")

@@ -12,12 +12,12 @@ _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
 class Schedulers:
-    """A bound ROUTER. `socket` is for polling and receiving."""
+    """A bound ROUTER. `socket` is for polling and receiving. `epoch`: the gang's, in errors."""
 
-    def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
         self.socket.router_mandatory = True
-        self._epoch = epoch
+        self.epoch = 0
 
     def send(self, identity: bytes, header: Header, body: bytes) -> bool:
         """Whether it could be queued: not if the peer has gone, or its queue is full."""
@@ -37,4 +37,4 @@ class Schedulers:
             error.code, read_sequence(frame), own.expected if own else None, error.field[:256], error.value[:256],
             error.bound[:256], str(error)[:4096],
         )  # fmt: skip
-        self.send(identity, Header(Kind.ERROR, 0, self._epoch, read_lease(frame)), encode_body(answer))
+        self.send(identity, Header(Kind.ERROR, 0, self.epoch, read_lease(frame)), encode_body(answer))

@@ -23,6 +23,9 @@ from workerproto.messages import Kind, Refused
 FRAMES_WAITING = 16
 """Messages that are read ahead of one peer; the rest stays with it, and costs memory of its own, not of ours."""
 
+HEADERS_KEPT = 200
+MEETING_MS = 500
+
 # As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
 _READABLE, _NOW, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 _UNANSWERED = (STOP, PERFORM)
@@ -38,24 +41,44 @@ class InFlight(NamedTuple):
     place: int  # of its record in the trace
 
 
+class Relayed(NamedTuple):
+    """What is kept of a frame that went to the ranks: nothing of its contents. `time`: of the wall clock."""
+
+    time: float
+    seq: int
+    lease_seq: int
+    kind: int
+    flags: int
+    bytes: int
+
+
 class Stream:
     """answers: the socket of the output rank's answers. head_since: since when (monotonic seconds) the oldest frame in
-    flight waits for its answer; 0 if none is. recent: the last frames that were sent, answered or not.
-    trace: of the frames relayed.
+    flight waits for its answer; 0 if none is. headers: of the last frames that went to the ranks. recent: the last that
+    want an answer, answered or not. trace: of the frames relayed.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, world_size: int, output_rank: int, epoch: int
+        self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, *, world_size: int, output_rank: int
     ) -> None:
-        self._epoch = epoch
+        self._epoch = files.epoch
         self._steps = [bind(context, zmq.DEALER, files.steps_endpoint(rank)) for rank in range(world_size)]
         self.answers = bind(context, zmq.PULL, files.answers_endpoint(output_rank))
         self.in_flight: deque[InFlight] = deque()
         self.recent: deque[InFlight] = deque(maxlen=64)
         self.head_since = 0.0
         self.trace = StepTrace()
+        self.headers: deque[Relayed] = deque(maxlen=HEADERS_KEPT)
         self._sequence = 0
         self._primary_refusal = (0, 0)  # gang sequence, lease sequence
+
+    @property
+    def head(self) -> int | None:
+        """Gang sequence of the oldest frame in flight."""
+        try:
+            return self.in_flight[0].gang_seq
+        except IndexError:
+            return None
 
     def send(
         self, kind: int, flags: int = 0, body: bytes = b"", lease: Lease | None = None, lease_seq: int = 0
@@ -63,6 +86,7 @@ class Stream:
         self._sequence = sequence = self._sequence + 1
         if kind not in _UNANSWERED:
             self.expect(sequence, lease, lease_seq)
+        self.headers.append(Relayed(time.time(), sequence, lease_seq, kind, flags, len(body)))
         frame = seal(kind, flags, self._epoch, sequence)
         for socket in self._steps:
             try:
@@ -70,6 +94,14 @@ class Stream:
                 socket.send(body, _NOW)
             except zmq.Again:
                 pass  # its process is gone, which the main thread is about to see
+
+    def meet(self) -> None:
+        """Each rank has sent a frame when it connected, before it said that it was warm. Until that has come, a step
+        that is sent may reach nobody: a bound socket drops what it has no peer for. Raises RuntimeError."""
+        for rank, socket in enumerate(self._steps):
+            if not socket.poll(MEETING_MS):
+                raise RuntimeError(f"rank {rank} is warm, but has not connected for steps")
+            socket.recv()
 
     def expect(self, gang_seq: int, lease: Lease | None, lease_seq: int) -> None:
         """An answer is due."""

@@ -32,7 +32,8 @@ def up(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if options.detach:
         return _detach(launch_name, options.log_file, gang_arguments)
 
-    from worker.coordinator.run import Launch, run
+    from worker.coordinator.incarnation import Launch
+    from worker.coordinator.run import run
     from worker.processes import refuse_core_dumps
 
     refuse_core_dumps()

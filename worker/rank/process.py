@@ -144,6 +144,7 @@ class _RankProcess:
         steps: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         steps.linger = 0
         steps.connect(self._files.steps_endpoint(self._place.rank))
+        steps.send(b"")  # see Relay: nothing reaches this socket before it is connected, which this shows
         return steps
 
     def _answer_socket(self) -> zmq.Socket[bytes]:

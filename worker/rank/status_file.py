@@ -128,7 +128,8 @@ def read_status(record: bytes | mmap.mmap) -> RankStatus | None:
 
 
 def create_status_file(path: Path) -> mmap.mmap:
-    """By the coordinator, who alone makes and unlinks files."""
+    """By the coordinator, who alone makes and unlinks files; one of an epoch before is replaced, not written to."""
+    path.unlink(missing_ok=True)
     with open(path, "w+b") as file:
         file.truncate(SIZE)
         return mmap.mmap(file.fileno(), SIZE)

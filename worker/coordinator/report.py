@@ -1,0 +1,96 @@
+"""What is kept of a failure when the gang is gone: a folder of its own under `_reports` in the run directory.
+
+    report.json          first cause, all causes, status with the memory ledger, headers of the last steps, versions,
+                         environment
+    stacks-rank<N>.txt   where each thread of the rank was at the first sign of the failure
+
+Nothing of what a request says is in it: no tokens, no bodies. Of the environment only variables that steer this
+program and its libraries are kept, and none whose name speaks of a secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict
+
+from worker.coordinator.causes import Cause
+from worker.coordinator.gang import Gang
+from worker.coordinator.relay import Relay
+from worker.run_files import reports_folder
+from workerproto.codec import VERSION
+
+KEPT = 20
+"""Reports in a run directory; the oldest go first."""
+
+_STEERING = re.compile(
+    r"(RANKD|CUDA|NVIDIA|NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|TRITON|FLASHINFER|OMP|GOMP|MKL|KMP|OPENBLAS|MALLOC|PYTHON)"
+    r"(_.*|[A-Z]*)?|LD_LIBRARY_PATH|LD_PRELOAD|RANK|WORLD_SIZE|LOCAL_\w+|MASTER_\w+|XDG_RUNTIME_DIR|TMPDIR|LANG|LC_\w+"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]*@")
+_PACKAGES = ("rankd", "torch", "pyzmq", "msgspec", "numpy", "uvloop", "safetensors", "psutil")
+
+
+def write_report(gang: Gang, relay: Relay, status: dict[str, Any], environment: Mapping[str, str]) -> Path:
+    """The folder that was made. Raises OSError."""
+    assert gang.cause is not None
+    folder = reports_folder(environment)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    moment = time.time()
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(moment))
+    path = folder / f"{gang.config.name}-{stamp}.{int(moment % 1 * 1e6):06}-e{gang.epoch}"
+    content = {
+        "time": moment,
+        "name": gang.config.name,
+        "epoch": gang.epoch,
+        "line": gang.cause.line,
+        "cause": asdict(gang.cause.fault),
+        "signs": [_sign(cause) for cause in gang.causes],
+        "status": status,
+        "headers": [header._asdict() for header in list(relay.stream.headers)],
+        "versions": _versions(),
+        "environment": kept_environment(environment),
+    }
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.mkdir(mode=0o700)
+    (unfinished / "report.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    for rank, text in gang.stacks.items():
+        (unfinished / f"stacks-rank{rank}.txt").write_text(text + "\n", encoding="utf-8")
+    unfinished.rename(path)
+    for old in sorted(folder.iterdir(), key=lambda one: one.lstat().st_mtime)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def _sign(cause: Cause) -> dict[str, Any]:
+    return {"line": cause.line, "weight": cause.weight, "code": cause.fault.code}
+
+
+def _versions() -> dict[str, str]:
+    found = {"protocol": str(VERSION), "python": sys.version.split()[0], "kernel": platform.release()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | {"machine": platform.machine(), "cores": str(len(os.sched_getaffinity(0)))}
+
+
+def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What may be shown to somebody else."""
+    return {
+        name: _USER_OF_URL.sub("", value)
+        for name, value in sorted(environment.items())
+        if _STEERING.fullmatch(name) and not _SECRET.search(name)
+    }
