@@ -197,7 +197,7 @@ def test_detached_gang(run_dir: Path, tmp_path: Path) -> None:
     assert failed.returncode == 65
     assert "rankd: error: rank 0, load:" in failed.stderr
     assert f"rankd: logs are in {run_dir}/_logs/default" in failed.stderr.splitlines()
-    assert [path.name for path in run_dir.iterdir()] == ["_logs"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["_logs", "_reports"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])

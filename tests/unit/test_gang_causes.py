@@ -37,6 +37,8 @@ def test_own_exception_before_limit_before_broken_connection() -> None:
     left = causes.exited(1, "step", 3, Exit(code=81))
     assert causes.first_cause([left, seen[1]]).fault.rank == 1
     assert causes.first_cause([seen[2], killed]).fault.rank == 2, "of equal ones the one seen first"
+    gone = causes.exited(2, "step", 3, Exit(code=70))
+    assert causes.first_cause([gone, seen[2]]) is seen[2], "its end was seen before its word was read"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ torchrun's, that before a limit that passed, and that before a peer's broken con
 class Cause:
     weight: int  # OWN, SILENT, LIMIT or PEER
     fault: Fault
+    told: bool = False  # by the rank itself
 
     @property
     def line(self) -> str:
@@ -30,14 +31,16 @@ class Cause:
 
 
 def first_cause(causes: list[Cause]) -> Cause:
-    """The heaviest; of equal ones the one seen first."""
-    return min(causes, key=lambda cause: cause.weight)
+    """The heaviest; of equal ones the one seen first. What a rank says itself stands for the end of its process, which
+    may be seen before its word is read."""
+    told = {cause.fault.rank for cause in causes if cause.told}
+    return min((one for one in causes if one.told or one.fault.rank not in told), key=lambda cause: cause.weight)
 
 
 def told(rank: int, fault: RankFault) -> Cause:
     weight = PEER if fault.peer else LIMIT if fault.limit else OWN
     step = fault.step if fault.phase == "step" else None
-    return Cause(weight, Fault(fault.code, rank, fault.phase, step, None, fault.message, fault.traceback))
+    return Cause(weight, Fault(fault.code, rank, fault.phase, step, None, fault.message, fault.traceback), told=True)
 
 
 def exited(rank: int, phase: str, step: int | None, end: Exit) -> Cause:

@@ -34,4 +34,4 @@ class Restarts:
         self._left -= 1
         self.done += 1
         self._fruitless = 0 if was_ready else self._fruitless + 1
-        return min(LONGEST_DELAY_S, self._delay * 2 ** max(0, self._fruitless - 1)) if self._delay else 0.0
+        return max(self._delay, min(LONGEST_DELAY_S, self._delay * 2 ** max(0, self._fruitless - 1)))

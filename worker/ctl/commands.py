@@ -32,6 +32,7 @@ COMMANDS = {
     "log-level": Command("log_level", "log_level", "log more, or less", "workerctl log-level debug --name demo"),
     "sleep": Command("sleep", "sleep", "give device memory back", "workerctl sleep --name demo --level 1"),
     "wake": Command("sleep", "wake", "take device memory again", "workerctl wake --name demo"),
+    "report": Command("report", "report", "bundle the reports of failures", "workerctl report --name demo"),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
     "drain": Command("down", "drain", "end a gang in its step stream", "workerctl drain --name demo"),
     "completion": Command(
