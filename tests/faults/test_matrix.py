@@ -14,7 +14,6 @@ from workerproto.messages import Result, Step
 from workerproto.states import Gang
 
 STARTING = ("boot", "rendezvous", "load", "profile", "kv", "warmup")
-STEPPING = ("step", "recv", "sample", "send")
 # what is done, the code, and what is said of it
 CAUSES = {
     "raise": (70, "InjectedFault: asked for by RANKD_FAULT at {place}"),
@@ -27,25 +26,35 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("do", CAUSES)
-def test_death_in_every_phase(run_dir: Path, tmp_path: Path, do: str) -> None:
-    """Rank 1 is on the last stage, so it reaches every place; rank 0 dies in `step` and `send` too."""
-    deaths = [(1, place) for place in (*STARTING, *STEPPING)] + [(0, "step"), (0, "send")]
+DEATHS = {
+    1: [(0, place) for place in (*STARTING, "step", "sample", "send")],
+    2: [(1, "recv"), (1, "send"), (0, "step"), (0, "send")],
+}
+"""By number of stages: who dies where, an epoch each. One process starts sooner than two."""
+QUICK = [("raise", 1), ("raise", 2), ("exit:9", 1), ("signal:SIGKILL", 1), ("signal:SIGKILL", 2), ("signal:SIGABRT", 1)]
+
+
+@pytest.mark.parametrize(
+    ("do", "pp"),
+    [pytest.param(do, pp, marks=() if (do, pp) in QUICK else pytest.mark.long) for do in CAUSES for pp in DEATHS],
+)
+def test_death_in_every_phase(run_dir: Path, tmp_path: Path, do: str, pp: int) -> None:
+    deaths = DEATHS[pp]
     faults = ",".join(f"epoch={epoch};rank={rank};at={at};do={do}" for epoch, (rank, at) in enumerate(deaths, 1))
     code, line = CAUSES[do]
-    with fake_gang(run_dir, tmp_path, "--max-restarts", str(len(deaths)), RANKD_FAULT=faults) as running:
+    with fake_gang(run_dir, tmp_path, "--max-restarts", str(len(deaths)), pp=pp, RANKD_FAULT=faults) as running:
         with early_client(running) as client:
             for epoch, (rank, place) in enumerate(deaths, 1):
-                if place in STEPPING:
+                sequence = None
+                if place not in STARTING:
                     client.wait_ready(20)
                     began = time.monotonic()
-                    client.submit(prompt_step(1, 0))
+                    sequence = client.submit(prompt_step(1, 0))
                 seen, fault = failure(client, 20)
-                if place in STEPPING:
-                    assert time.monotonic() - began < 1.0 * SLACK
-                    assert fault.step == 1
-                phase = "step" if place in STEPPING else place
+                phase = place if sequence is None else "step"
                 assert (seen, fault.code, fault.rank, fault.phase) == (epoch, code, rank, phase), running.said
+                assert sequence is None or time.monotonic() - began < 1.0 * SLACK
+                assert fault.step == sequence
                 assert fault.message == line.format(place=place)
                 assert bool(fault.traceback) == (do == "raise")
                 assert fault.signal == (do.partition(":")[2] if do.startswith("signal") else None)

@@ -34,4 +34,5 @@ class Restarts:
         self._left -= 1
         self.done += 1
         self._fruitless = 0 if was_ready else self._fruitless + 1
-        return max(self._delay, min(LONGEST_DELAY_S, self._delay * 2 ** max(0, self._fruitless - 1)))
+        doubled = self._delay * 2.0 ** max(0, self._fruitless - 1)
+        return max(self._delay, min(LONGEST_DELAY_S, doubled))
