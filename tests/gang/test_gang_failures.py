@@ -135,12 +135,12 @@ def test_status_while_a_rank_is_stuck(run_dir: Path, tmp_path: Path) -> None:
         ("rank=1;at=load;do=raise", 70, "rank 1, load: InjectedFault"),
         ("rank=1;at=rendezvous;do=exit:9", 70, "rank 1, rendezvous: exited with code 9"),
         # rank 1 hangs; rank 0 waits for it in a collective and is not named
-        ("rank=1;at=warmup;do=sleep:60", 80, "rank 1, warmup: not ready within 8 s (WARMING); "),
-        ("rank=1;at=boot;do=sleep:60", 69, "rank 1, boot: not ready within 8 s (ROLL_CALL); there: rank 0; "),
+        ("rank=1;at=warmup;do=sleep:60", 80, "rank 1, warmup: not ready within 12 s (WARMING); "),
+        ("rank=1;at=boot;do=sleep:60", 69, "rank 1, boot: not ready within 12 s (ROLL_CALL); there: rank 0; "),
     ],
 )
 def test_failure_while_starting(run_dir: Path, tmp_path: Path, fault: str, code: int, line: str) -> None:
-    limit = "8" if "sleep" in fault else "60"
+    limit = "12" if "sleep" in fault else "60"
     with gang(run_dir, tmp_path, "--startup-timeout", limit, tp=2, RANKD_FAULT=fault) as running:
         assert running.wait_exit() == code, running.said
         assert running.errors()[0].startswith(line), running.said
