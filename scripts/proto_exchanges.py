@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from proto_vectors import LEASE, OTHER_LEASE, RESYNC, SAMPLE, Row, new, step
-from workerproto.codec import Header, encode_body
+from workerproto.codec import Header, encode_body, pack
 from workerproto.messages import Bye, HeaderFlag, Hello, Kind, Message, Sample, Step
 from workerproto.operations import ConfigureKv, Drain, Part, Sleep, UpdateBegin, UpdateChunk, UpdateFinish, Wake
 from workerproto.testing.fake_gang import FakeGang, fake_facts
@@ -102,8 +102,7 @@ def _sequences(stage: Stage) -> None:
     stage.step(2, step())
     stage.step(1, step(), epoch=2)
     stage.say("A", Kind.STEP, step(), 1, lease=OTHER_LEASE)
-    stage.say("A", Kind.SAMPLE, Sample(1, memoryview(b""), memoryview(b"")), 1)
-    stage.step(1, step(), int(HeaderFlag.SAMPLE_FOLLOWS))
+    stage.say("A", Kind.SAMPLE, Sample(1), 1)
     stage.say("A", Kind.RESULT)
     stage.frames("A", b"RNKD", b"")
     stage.frames("A", Header(Kind.STEP, 0, 1, LEASE, 1).encode(), bytes(stage.gang.facts.limits.frame_bytes + 1))
@@ -171,6 +170,35 @@ def _operations(stage: Stage) -> None:
     stage.say("B", Kind.CONTROL, Drain(), 3)
 
 
+def _grammar(stage: Stage) -> None:
+    follows = int(HeaderFlag.SAMPLE_FOLLOWS)
+
+    def sample(seq: int, step: int, rows: list[int], *masks: int) -> None:
+        stage.say("A", Kind.SAMPLE, Sample(step, pack(rows), pack(masks)), seq)
+
+    stage.say("A", Kind.HELLO, Hello())
+    stage.step(1, PROMPT, follows)
+    stage.step(2, step())  # not before the Sample
+    sample(2, 1, [0], 1 << 7, 0, 0, 0)  # token 7 alone
+    stage.step(3, step(Row(7, 3, 1, SAMPLE)), follows)
+    sample(4, 1, [])  # of the step before
+    sample(5, 3, [1], -1, -1, -1, -1)
+    sample(6, 3, [0], 0, 0, 0, -16)  # tokens that do not exist
+    sample(7, 3, [])
+    stage.step(8, step(Row(7, 4, 1, SAMPLE, (1,))))
+    stage.step(9, step(Row(7, 4, 1, SAMPLE, (1,))), follows | RESYNC)
+    sample(10, 9, [0], 1 << 8, 1 << 1, 0, 0)  # tokens 8 and 33
+    stage.step(11, step(Row(7, 9, 1)), follows)
+    sample(12, 11, [])  # sent before the refusal was known
+    stage.step(13, step(finished=(7,)), RESYNC)
+    sample(14, 13, [])
+    stage.step(14, step(), follows)
+    stage.say("A", Kind.PING)
+    stage.wait(6)
+    stage.say("A", Kind.PING)
+    stage.wait(6)
+
+
 def _cache(stage: Stage) -> None:
     stage.say("A", Kind.HELLO, Hello())
     stage.step(1, PROMPT)
@@ -189,6 +217,7 @@ def exchanges() -> dict[str, list[Said | Done]]:
         "leases": _leases,
         "epochs": _epochs,
         "operations": _operations,
+        "a grammar": _grammar,
         "a cache to be configured": _cache,
     }
     facts = fake_facts(num_blocks=8, block_size=4, vocabulary=100, max_model_len=16)

@@ -358,6 +358,6 @@ def stories() -> list[Story]:
         only("13 tokens where 12 may be", step(Row(2, 0, 13), new=[new(2, (1,) * 13, (1, 2, 3, 4))])),
         only("4 rows where 3 may be", step(*[Row(name, 0, 1, SAMPLE) for name in (2, 3, 4, 5)])),
         only("5 requests where 4 may live", step(new=[new(name, (3,), ()) for name in (2, 3, 4, 5)])),
-        only("a step that waits for a mask", step(), int(HeaderFlag.SAMPLE_FOLLOWS)),
+        one("a step while another waits for its Sample", (int(HeaderFlag.SAMPLE_FOLLOWS), step()), (0, step())),
     ]  # fmt: skip
     return accepted + wrong

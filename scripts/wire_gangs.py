@@ -157,7 +157,7 @@ class _Listener:
 def _coordinator(environment: dict[str, str], ranks: int, facts: Facts, connected: Barrier) -> None:
     files = RunFiles("wire", environment, "01234567", EPOCH)
     credit = facts.limits.steps_in_flight
-    relay = Relay(zmq.Context(), files, ranks, ranks - 1, credit, 3600.0, _Listener())
+    relay = Relay(zmq.Context(), files, ranks, ranks - 1, credit, 3600.0, 3600.0, _Listener())
     relay.start()
     connected.wait(LIMIT_S)  # a frame to a rank that is not there is lost
     relay.post(lambda: relay.enter(Gang.READY, facts))

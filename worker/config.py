@@ -34,6 +34,7 @@ class Limits:
     heartbeat: float  # between two
     silence: float  # of a rank, between two heartbeats
     lease: float
+    sample: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ def _limits(options: argparse.Namespace) -> Limits:
         "heartbeat": options.heartbeat_interval,
         "silence": options.heartbeat_timeout,
         "lease": options.lease_timeout,
+        "sample": options.sample_timeout,
     }
     for name, value in limits.items():
         least = 0.0 if name == "drain" else 0.05

@@ -29,21 +29,22 @@ class Envelope(NamedTuple):
     flags: int
     epoch: int
     seq: int
+    named: int = 0  # modulo 2^32
 
 
-def seal(kind: int, flags: int, epoch: int, seq: int) -> bytes:
-    """24 bytes; the lease is not the ranks' business, and 0."""
-    return _HEADER.pack(MAGIC, VERSION, kind, flags, epoch, 0, seq)
+def seal(kind: int, flags: int, epoch: int, seq: int, named: int = 0) -> bytes:
+    """24 bytes. The lease is not the ranks' business; of a Sample there stands what the scheduler calls its step."""
+    return _HEADER.pack(MAGIC, VERSION, kind, flags, epoch, named & 0xFFFFFFFF, seq)
 
 
 def unseal(frame: bytes) -> Envelope:
     """Raises ValueError for what is not a header of this version."""
     if len(frame) != HEADER_BYTES:
         raise ValueError(f"a header of {len(frame)} bytes on a step socket")
-    magic, version, kind, flags, epoch, _, seq = _HEADER.unpack(frame)
+    magic, version, kind, flags, epoch, named, seq = _HEADER.unpack(frame)
     if magic != MAGIC or version != VERSION:
         raise ValueError(f"{magic!r} version {version} on a step socket")
-    return Envelope(kind, flags, epoch, seq)
+    return Envelope(kind, flags, epoch, seq, named)
 
 
 class _Message(Struct, frozen=True, tag_field="type", tag=str.lower, forbid_unknown_fields=True):

@@ -81,6 +81,7 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--drain-timeout", type=float, default=10, help="of steps in flight at the end (%(default)s)")
     limits.add_argument("--heartbeat-interval", type=float, default=1, help="of each rank (%(default)s)")
     limits.add_argument("--heartbeat-timeout", type=float, default=30, help="for a rank that is silent (%(default)s)")
+    limits.add_argument("--sample-timeout", type=float, default=10, help="for a grammar's masks (%(default)s)")
     limits.add_argument("--lease-timeout", type=float, default=10, help="for a scheduler that is silent (%(default)s)")
     again = parser.add_argument_group("after a failure (under torchrun, restarting is its --max-restarts)")
     again.add_argument("--max-restarts", type=int, default=0, metavar="N", help="bring the gang back up to N times")

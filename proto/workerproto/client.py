@@ -19,6 +19,7 @@ from typing import Self
 
 import zmq
 
+from workerproto.fields import EMPTY, Packed
 from workerproto.messages import Bye, Error, ErrorCode, Event, Facts, Kind, Step, Welcome
 from workerproto.operations import Control
 from workerproto.session import Frames, Received, Session
@@ -154,13 +155,21 @@ class Client:
                 self._waiting.append(received)
         return self.facts
 
-    def submit(self, step: Step, *, resync: bool = False) -> int:
+    def submit(self, step: Step, *, resync: bool = False, sample_follows: bool = False) -> int:
         """Send a step and return its sequence, by which its one answer will be known.
 
-        `resync` marks the step that goes on after a refusal. Raises LocalStateError without lease, READY gang or
-        credit.
+        `resync` marks the step that goes on after a refusal, `sample_follows` one that waits for a grammar's masks:
+        `sample` has to come next. Raises LocalStateError without lease, READY gang or credit, or while a step waits.
         """
-        seq, frames = self._session.step(step, resync)
+        seq, frames = self._session.step(step, resync, sample_follows)
+        self._send(frames)
+        return seq
+
+    def sample(self, rows: Packed = EMPTY, masks: Packed = EMPTY) -> int:
+        """Send the masks of the step that waits for them, see `messages.Sample`, and return their sequence, by which a
+        refusal is known: the step then waits for others. Raises LocalStateError if no step waits.
+        """
+        seq, frames = self._session.sample(rows, masks)
         self._send(frames)
         return seq
 

@@ -71,10 +71,11 @@ class ErrorCode(StrEnum):
     LEASE_ENDED = "LEASE_ENDED"
     BAD_EPOCH = "BAD_EPOCH"
     BAD_SEQUENCE = "BAD_SEQUENCE"
+    SAMPLE_DUE = "SAMPLE_DUE"
+    NO_STEP_OPEN = "NO_STEP_OPEN"
     NO_CREDIT = "NO_CREDIT"
     NOT_READY = "NOT_READY"
     BARRIER = "BARRIER"
-    NOT_IMPLEMENTED = "NOT_IMPLEMENTED"
 
 
 class RefusalCode(StrEnum):
@@ -104,6 +105,9 @@ class RefusalCode(StrEnum):
     TOO_MANY_TOKENS = "TOO_MANY_TOKENS"
     TOO_MANY_ROWS = "TOO_MANY_ROWS"
     TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
+    SAMPLE_DUE = "SAMPLE_DUE"
+    BAD_STEP = "BAD_STEP"
+    BAD_MASK = "BAD_MASK"
     REQUESTS_LIVE = "REQUESTS_LIVE"
     ASLEEP = "ASLEEP"
     NOT_ASLEEP = "NOT_ASLEEP"
@@ -266,11 +270,13 @@ class Step(ArrayBody, frozen=True):
 
 
 class Sample(ArrayBody, frozen=True):
-    """Grammar masks for an open step. Not implemented yet: refused by type."""
+    """A grammar's masks for the step of sequence `step`, which carries SAMPLE_FOLLOWS. rows: int32, indices of the rows
+    that are masked. masks: for each of them ceil(vocabulary / 32) words, whose bits allow tokens.
+    """
 
     step: Count
-    rows: Packed
-    masks: Packed
+    rows: Packed = EMPTY
+    masks: Packed = EMPTY
 
 
 class Result(ArrayBody, frozen=True):

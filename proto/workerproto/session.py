@@ -11,6 +11,7 @@ from collections import deque
 from typing import NamedTuple, cast
 
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
+from workerproto.fields import Packed
 from workerproto.messages import (
     Bye,
     Done,
@@ -24,6 +25,7 @@ from workerproto.messages import (
     Message,
     Refused,
     Result,
+    Sample,
     Step,
     Welcome,
 )
@@ -73,6 +75,8 @@ class Session:
         self._next_seq = 1
         self._unanswered: deque[int] = deque()
         self._operation = 0  # sequence of the Control that is unanswered
+        self._open = 0  # sequence of the step whose Sample comes next
+        self._sent_sample = (0, 0)  # the last Sample, and the step that it is for
 
     @property
     def held(self) -> bool:
@@ -99,10 +103,13 @@ class Session:
         self._machine.move(LeaseEvent.HELLO)
         return self._frames(Kind.HELLO, Hello(client, [], takeover))
 
-    def step(self, step: Step, resync: bool = False) -> tuple[int, Frames]:
-        """The next step and its sequence. Raises LocalStateError without lease, READY gang or credit."""
+    def step(self, step: Step, resync: bool = False, sample_follows: bool = False) -> tuple[int, Frames]:
+        """The next step and its sequence. Raises LocalStateError without lease, READY gang or credit, and while a step
+        waits for its Sample.
+        """
         if not self.held:
             raise LocalStateError(f"a step needs the lease, which is {self._machine.state}")
+        self._judge_open()
         if self.credit < 1:
             self._judge_barrier()
             raise LocalStateError(
@@ -110,7 +117,22 @@ class Session:
                 if self.state is Gang.READY
                 else f"a step needs a READY gang, this one is {self.state}"
             )
-        return self._ordered(Kind.STEP, step, int(HeaderFlag.RESYNC) if resync else 0)
+        flags = resync * int(HeaderFlag.RESYNC) | sample_follows * int(HeaderFlag.SAMPLE_FOLLOWS)
+        seq, frames = self._ordered(Kind.STEP, step, flags)
+        self._unanswered.append(seq)
+        self._open = seq if sample_follows else 0
+        return seq, frames
+
+    def sample(self, rows: Packed, masks: Packed) -> tuple[int, Frames]:
+        """The masks of the step that waits for them, as in `Sample`. Raises LocalStateError if none does."""
+        if not self.held or not self._open:
+            raise LocalStateError("no step waits for a Sample")
+        self._sent_sample, self._open = (self._next_seq, self._open), 0
+        return self._ordered(Kind.SAMPLE, Sample(self._sent_sample[1], rows, masks))
+
+    def _judge_open(self) -> None:
+        if self._open:
+            raise LocalStateError(f"step {self._open} waits for its Sample: nothing else is taken until then")
 
     def control(self, operation: Control) -> tuple[int, Frames]:
         """An operation and its sequence; until its answer nothing else is taken. Raises LocalStateError without lease,
@@ -119,9 +141,11 @@ class Session:
         if not self.held:
             raise LocalStateError(f"a Control needs the lease, which is {self._machine.state}")
         self._judge_barrier()
+        self._judge_open()
         if self.state not in OPERABLE:
             raise LocalStateError(f"the gang takes no Control: it is {self.state}")
         self._operation = self._next_seq
+        self._unanswered.append(self._operation)
         return self._ordered(Kind.CONTROL, operation)
 
     def _judge_barrier(self) -> None:
@@ -130,7 +154,6 @@ class Session:
 
     def _ordered(self, kind: Kind, body: Message, flags: int = 0) -> tuple[int, Frames]:
         seq, self._next_seq = self._next_seq, self._next_seq + 1
-        self._unanswered.append(seq)
         return seq, (Header(kind, flags, self.epoch, self.lease, seq).encode(), encode_body(body))
 
     def ping(self) -> Frames:
@@ -190,6 +213,8 @@ class Session:
             return Received(0, message)
         if header.epoch != self.epoch:
             raise RemoteStateError(f"{header.kind.name} of epoch {header.epoch} came in epoch {self.epoch}")
+        if isinstance(message, Refused) and self._reopens(header.seq):
+            return Received(header.seq, message)
         if not self._unanswered or header.seq != self._unanswered[0]:
             expected = self._unanswered[0] if self._unanswered else "none"
             raise RemoteStateError(f"the answer to step {header.seq} came, the next to be answered is {expected}")
@@ -198,7 +223,19 @@ class Session:
             raise RemoteStateError(f"{header.kind.name} {header.seq} came: it answers another kind of frame")
         if operated:
             self._operation = 0
+        if header.seq == self._open:
+            if isinstance(message, Result):
+                raise RemoteStateError(f"Result {header.seq} came: that step waits for its Sample")
+            self._open = 0
         return Received(self._unanswered.popleft(), message)
+
+    def _reopens(self, sample: int) -> bool:
+        """Whether this was the last Sample: its step then waits for another."""
+        sent, step = self._sent_sample
+        if sample != sent or step not in self._unanswered:
+            return False
+        self._open = step
+        return True
 
     def _take_error(self, error: Error) -> Received:
         """A frame counts as never sent: its credit returns, and its sequence is used again."""
@@ -211,7 +248,12 @@ class Session:
             self._unanswered.remove(error.seq)
             if error.seq == self._operation:
                 self._operation = 0
+            if error.seq == self._open:
+                self._open = 0
             # Steps sent behind it are in error too, each by an Error of its own: the lowest is the one to go on with.
+            self._next_seq = min(self._next_seq, error.seq)
+        elif error.seq == self._sent_sample[0] and error.code is not ErrorCode.BAD_EPOCH:
+            self._reopens(error.seq)
             self._next_seq = min(self._next_seq, error.seq)
         return Received(error.seq, error)
 
@@ -226,7 +268,8 @@ class Session:
             self.failure = event
             # Answers everything that is open: its effect is lost, and a next epoch goes on behind the last answer.
             self._unanswered.clear()
-            self._operation = 0
+            self._operation = self._open = 0
+            self._sent_sample = (0, 0)
             self._next_seq = event.last_answered + 1
             self.facts = None
 

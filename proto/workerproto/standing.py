@@ -6,7 +6,10 @@ moves along the gang's own table: what that does not list is refused by type.
 
 from __future__ import annotations
 
-from workerproto.messages import RefusalCode
+from typing import NamedTuple, cast
+
+from workerproto.codec import WireError, decode_body
+from workerproto.messages import Kind, RefusalCode
 from workerproto.operations import (
     ConfigureKv,
     Control,
@@ -32,6 +35,14 @@ def loses_cache(operation: Control) -> bool:
         case Sleep(parts=parts) | Wake(parts=parts):
             return not parts or Part.KV_CACHE in parts
     return isinstance(operation, UpdateFinish)
+
+
+class Proposal(NamedTuple):
+    """An operation that is allowed, and what it would do to the gang's state: None for nothing."""
+
+    sequence: int
+    operation: Control
+    event: GangEvent | None
 
 
 class Standing:
@@ -138,3 +149,12 @@ def _refuse_live(used_blocks: int, field: str) -> None:
             RefusalCode.REQUESTS_LIVE, f"requests hold {used_blocks} blocks: finish or preempt them first", field,
             used_blocks, 0,
         )  # fmt: skip
+
+
+def read_control(body: bytes | memoryview) -> Control:
+    """The operation in a Control's body. Raises Refusal MALFORMED."""
+    try:
+        return cast(Control, decode_body(Kind.CONTROL, body))
+    except WireError as error:
+        bound = "one map: an operation and its arguments"
+        raise Refusal(RefusalCode.MALFORMED, str(error), error.field, f"{len(body)} bytes", bound) from None

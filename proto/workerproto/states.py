@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from workerproto.messages import Kind
+
 
 class Gang(StrEnum):
     """States of a gang, as they stand in Welcome, Event and `workerctl status`."""
@@ -101,8 +103,12 @@ class RequestEvent(StrEnum):
 _UP_STATES = (Gang.READY, Gang.ASLEEP, Gang.UPDATING)
 OPERABLE = frozenset({*_UP_STATES, Gang.AWAITING_KV})
 """States in which a Control is taken."""
-STEPPING = frozenset({Gang.READY})
-"""States in which a step is taken."""
+TAKEN_IN = {
+    Kind.STEP: frozenset({Gang.READY}),
+    Kind.SAMPLE: frozenset({Gang.READY, Gang.DRAINING}),  # of a step in flight
+    Kind.CONTROL: OPERABLE,
+}
+"""The ordered kinds, and the states in which they are taken."""
 WITH_FACTS = frozenset({Gang.READY, Gang.AWAITING_KV})
 """States that Welcome and Event tell together with the gang's facts."""
 

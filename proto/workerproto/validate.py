@@ -21,11 +21,10 @@ from workerproto.blocks import BlockOwners
 from workerproto.codec import Int32Array, WireError, decode_body, unpack
 from workerproto.diagnosis import malformed
 from workerproto.fields import Packed
+from workerproto.masks import Masks, OpenStep, judge_sample
 from workerproto.messages import HeaderFlag, Kind, New, RefusalCode, Resume, RowFlag, Sampling, Step
-from workerproto.operations import Control
 from workerproto.rows import judge_rows, read_rows, row_members, written_blocks
-from workerproto.standing import Standing, loses_cache
-from workerproto.states import GangEvent
+from workerproto.standing import Proposal, Standing, loses_cache, read_control
 from workerproto.steps import AcceptedStep, Refusal, RequestTable, StartedRequest, StepLimits
 from workerproto.transaction import Transaction
 
@@ -44,14 +43,6 @@ class _Prefix(NamedTuple):
     request: int
     blocks: Int32Array
     field: str
-
-
-class Proposal(NamedTuple):
-    """An operation that is allowed, and what it would do to the gang's state: None for nothing."""
-
-    sequence: int
-    operation: Control
-    event: GangEvent | None
 
 
 class StepValidator:
@@ -76,6 +67,7 @@ class StepValidator:
         self._free_slots = list(range(self.limits.live_requests - 1, -1, -1))
         self._refused_by = 0
         self._proposed: Proposal | None = None
+        self.open: OpenStep | None = None
 
     def reset(self) -> int:
         """Forget every request, and that anything was written (a new lease). Returns how many requests were dropped."""
@@ -101,7 +93,8 @@ class StepValidator:
         try:
             self._judge_flags(header_flags)
             self.standing.judge_step()
-            accepted = self._carry_out(sequence, _decode(body))
+            step = _decode(body)
+            accepted = self._carry_out(sequence, step)
         except Refusal as refusal:
             self._transaction.rollback()
             if refusal.code is not RefusalCode.AFTER_REFUSAL:
@@ -111,8 +104,28 @@ class StepValidator:
             raise
         self._transaction.commit()
         self._refused_by = 0
+        if header_flags & _SAMPLE_FOLLOWS:
+            self.open = OpenStep(accepted, unpack(step.ids))
         self.digest = zlib.crc32(body, zlib.crc32(b"%d" % sequence, self.digest))
         return accepted
+
+    def check_sample(self, sequence: int, body: bytes | memoryview, named: int) -> Masks | None:
+        """Accept the masks of the open step, which is then no longer open; None if there is none, since the step that
+        they are for was refused. Raises Refusal, which leaves the step open for other masks.
+
+        named: what the sender calls the open step, modulo 2^32.
+        """
+        if self.open is None:
+            return None
+        try:
+            masks = judge_sample(self.open, body, named, self.limits.vocabulary)
+        except Refusal as refusal:
+            self._refused_by = refusal.cause = sequence
+            self.digest = zlib.crc32(b"%d %s" % (sequence, refusal.code.encode()), self.digest)
+            raise
+        self.open = None
+        self.digest = zlib.crc32(b"%d %d" % (sequence, len(masks.samples)), self.digest)
+        return masks
 
     def propose(self, sequence: int, body: bytes | memoryview) -> Proposal:
         """Judge the operation of this sequence, or raise Refusal; either way nothing has changed. A refused one leaves
@@ -139,9 +152,6 @@ class StepValidator:
         return proposed
 
     def _judge_flags(self, flags: int) -> None:
-        if flags & _SAMPLE_FOLLOWS:
-            message = "SAMPLE_FOLLOWS is not implemented"
-            raise Refusal(RefusalCode.NOT_IMPLEMENTED, message, "header.flags", flags, _RESYNC)
         if self._refused_by and not flags & _RESYNC:
             raise Refusal(
                 RefusalCode.AFTER_REFUSAL,
@@ -154,6 +164,9 @@ class StepValidator:
             raise Refusal(
                 RefusalCode.UNEXPECTED_RESYNC, "RESYNC, but no step was refused before", "header.flags", flags, 0
             )
+        if self.open is not None:
+            message = f"step {self.open.step.sequence} waits for its Sample"
+            raise Refusal(RefusalCode.SAMPLE_DUE, message, "header.kind", Kind.STEP.name, Kind.SAMPLE.name)
 
     def _carry_out(self, sequence: int, step: Step) -> AcceptedStep:
         before = frozenset(self._sampling) if step.new else frozenset()
@@ -360,15 +373,6 @@ def _decode(body: bytes | memoryview) -> Step:
         return cast(Step, decode_body(Kind.STEP, body))
     except WireError as error:
         raise malformed(body, error) from None
-
-
-def read_control(body: bytes | memoryview) -> Control:
-    """The operation in a Control's body. Raises Refusal MALFORMED."""
-    try:
-        return cast(Control, decode_body(Kind.CONTROL, body))
-    except WireError as error:
-        bound = "one map: an operation and its arguments"
-        raise Refusal(RefusalCode.MALFORMED, str(error), error.field, f"{len(body)} bytes", bound) from None
 
 
 def _array(packed: Packed, field: str, request: int | None = None) -> Int32Array:

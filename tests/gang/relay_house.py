@@ -79,14 +79,14 @@ class Scheduler:
 class House:
     """A relay, two ranks (1 answers), and any number of schedulers."""
 
-    def __init__(self, run_dir: Path, lease_timeout: float) -> None:
+    def __init__(self, run_dir: Path, lease_timeout: float, sample_timeout: float = 30.0) -> None:
         self.files = RunFiles("g", {"RANKD_RUN_DIR": str(run_dir)}, "01234567", EPOCH)
         self.files.folder.mkdir()
         self.context: zmq.Context[Any] = zmq.Context()
         self.errors: list[BaseException] = []
         self.configured: list[bytes] = []
         self.updates_lost = 0
-        self.relay = Relay(self.context, self.files, 2, 1, CREDIT, lease_timeout, self)
+        self.relay = Relay(self.context, self.files, 2, 1, CREDIT, lease_timeout, sample_timeout, self)
         self.ranks = [self.context.socket(zmq.DEALER) for _ in range(2)]
         for rank, socket in enumerate(self.ranks):
             socket.connect(self.files.steps_endpoint(rank))

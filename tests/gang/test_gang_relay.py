@@ -91,9 +91,8 @@ def test_first_tier_by_header(house: House) -> None:
 
     assert error(seq=2).code is ErrorCode.BAD_SEQUENCE
     assert error(epoch=EPOCH + 1).code is ErrorCode.BAD_EPOCH
-    assert error(kind=Kind.SAMPLE).code is ErrorCode.NOT_IMPLEMENTED
+    assert error(kind=Kind.SAMPLE).code is ErrorCode.NO_STEP_OPEN
     assert error(kind=Kind.CONTROL, seq=2).code is ErrorCode.BAD_SEQUENCE
-    assert error(flags=HeaderFlag.SAMPLE_FOLLOWS).code is ErrorCode.NOT_IMPLEMENTED
     assert error(kind=Kind.WELCOME).code is ErrorCode.BAD_KIND
     assert error(body=bytes(FRAME_BYTES + 1)).code is ErrorCode.TOO_LARGE
     for _ in range(CREDIT):

@@ -109,6 +109,50 @@ def test_steps_ahead_of_results(client: Client) -> None:
     assert unpack(result_of(client).tokens).tolist() == tokens[2:]
 
 
+def mask(*tokens: int) -> list[int]:
+    """Of one row over the tiny model's 128 tokens: these alone."""
+    words = np.zeros(4, np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    found: list[int] = words.view(np.int32).tolist()
+    return found
+
+
+def test_masks_force_tokens_which_the_next_step_reads(client: Client) -> None:
+    """Two requests in one step, one of them masked; the forced text goes on as if it had been the prompt."""
+    forced = [127, 0, 64, 31]
+    two = prompt(1, [1, 2, 3], [5])
+    both = Step(
+        [*two.new, New(2, pack([1, 2, 3]), pack([6]), 0, Sampling())], ids=pack([2, 1]), positions=pack([0, 0]),
+        counts=pack([3, 3]), row_flags=pack([1, 1]), grant_counts=pack([0, 0]),
+    )  # fmt: skip
+    client.submit(both, sample_follows=True)
+    client.sample(pack([1]), pack(mask(forced[0])))
+    free, drawn = unpack(result_of(client).tokens).tolist()
+    assert drawn == forced[0]
+    for position, token in enumerate(forced[1:], start=3):
+        client.submit(decode(1, position), sample_follows=True)
+        client.sample(pack([0]), pack(mask(token)))
+        assert unpack(result_of(client).tokens).tolist() == [token]
+    client.submit(decode(1, 6))
+    last = unpack(result_of(client).tokens).tolist()
+    client.submit(prompt(3, [1, 2, 3, *forced], [7]))
+    assert unpack(result_of(client).tokens).tolist() == last
+    client.submit(prompt(4, [1, 2, 3], [8]))
+    assert unpack(result_of(client).tokens).tolist() == [free]
+
+
+def test_a_scheduler_that_leaves_a_step_waiting_costs_the_gang_nothing(serving: RunningGang) -> None:
+    with serving.client(timeout=10) as first:
+        first.wait_ready(10)
+        first.submit(prompt(1, [1, 2, 3], [5]), sample_follows=True)
+    with serving.client(timeout=10) as second:
+        second.wait_ready(10)
+        second.submit(prompt(1, [1, 2, 3], [5]))
+        second.submit(decode(1, 3))
+        assert len(unpack(result_of(second).tokens)) == len(unpack(result_of(second).tokens)) == 1
+
+
 def test_status_has_the_keys_that_others_rely_on(serving: RunningGang, client: Client) -> None:
     client.submit(prompt(1, [1, 2, 3], [5]))
     result_of(client)

@@ -57,7 +57,7 @@ CASES: list[tuple[str, Scheduler, list[str], list[str]]] = [
     ("never RESYNC", wrong.header_with(flags=wrong.never_resyncs).run, ["15.refused-later"], ["15.refused-later"]),
     ("always RESYNC", wrong.header_with(flags=int(HeaderFlag.RESYNC)).run, WHOLE, ["12.requests", "15.resync"]),
     ("wakes the awake", wrong.WakesTheAwake.run, WHOLE, ["15.resync", "22.operations"]),
-    ("grammar", wrong.header_with(flags=int(HeaderFlag.SAMPLE_FOLLOWS)).run, WHOLE, ["19.not-implemented"]),
+    ("grammar", wrong.header_with(kind=int(Kind.SAMPLE)).run, WHOLE, ["8.sample"]),
 ]  # fmt: skip
 
 

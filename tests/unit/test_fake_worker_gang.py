@@ -10,7 +10,6 @@ from workerproto.messages import (
     Error,
     ErrorCode,
     Event,
-    HeaderFlag,
     Hello,
     Kind,
     Message,
@@ -74,12 +73,7 @@ def code_of(message: Message | None) -> tuple[ErrorCode, int | None]:
 HEADER_ERRORS: dict[str, tuple[Callable[[FakeGang], Message | None], ErrorCode, int | None]] = {
     "a gap": (lambda g: say(g, Kind.STEP, STEP, seq=2), ErrorCode.BAD_SEQUENCE, 1),
     "an epoch": (lambda g: say(g, Kind.STEP, STEP, seq=1, epoch=2), ErrorCode.BAD_EPOCH, 1),
-    "a grammar": (
-        lambda g: say(g, Kind.STEP, STEP, seq=1, flags=HeaderFlag.SAMPLE_FOLLOWS), ErrorCode.NOT_IMPLEMENTED, 1,
-    ),
-    "a mask": (
-        lambda g: say(g, Kind.SAMPLE, encode_body(Sample(1, pack([]), pack([]))), seq=1), ErrorCode.NOT_IMPLEMENTED, 1,
-    ),
+    "a mask": (lambda g: say(g, Kind.SAMPLE, encode_body(Sample(1)), seq=1), ErrorCode.NO_STEP_OPEN, 1),
     "control": (lambda g: say(g, Kind.CONTROL, encode_body(Drain()), seq=2), ErrorCode.BAD_SEQUENCE, 1),
     "a result": (lambda g: say(g, Kind.RESULT, encode_body(Result())), ErrorCode.BAD_KIND, 1),
     "a stranger": (lambda g: say(g, Kind.STEP, STEP, peer=b"b", lease=5, seq=1), ErrorCode.BAD_LEASE, None),

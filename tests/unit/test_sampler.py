@@ -12,6 +12,7 @@ import torch
 from worker.execution import sampler
 from worker.execution.random_draw import philox4x32, uniforms
 from worker.execution.sampler import SamplingRows, sample
+from workerproto.masks import Masks
 
 FIELDS: dict[str, tuple[Any, Any]] = {  # type and "off" value
     "temperature": (np.float64, 0.0),
@@ -263,3 +264,41 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 
 def test_no_logprobs_asked_none_given() -> None:
     assert sample(torch.zeros(2, 4), rows_of(2)).logprobs is None
+
+
+def test_masks_leave_the_allowed_as_if_there_were_no_others() -> None:
+    """Whatever the sampling; rows that are not named draw as ever, and logprobs are those without masks."""
+    n, vocabulary = 24, 70
+    rng = np.random.default_rng(3)
+    logits, rows = torch.from_numpy(rng.normal(size=(n, vocabulary)).astype(np.float32) * 3), mixed_rows(n)
+    before = logits.clone()
+    samples = np.array([5, 0, 23, 7, 11], np.int32)
+    allowed = rng.random((len(samples), vocabulary)) < 0.2
+    allowed[:, 69] = True
+    padded = np.zeros((len(samples), 96), bool)
+    padded[:, :vocabulary] = allowed
+    words = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+    drawn = sample(logits, rows, Masks(samples, words))
+    least = logits.clone()
+    least[torch.from_numpy(samples).long()] -= torch.from_numpy(~allowed).float() * 1e30
+    assert drawn.tokens.tolist() == sample(least, rows).tokens.tolist()
+    for place, row in enumerate(samples.tolist()):
+        assert allowed[place, drawn.tokens[row]]
+    named = np.isin(np.arange(n), samples)
+    assert drawn.tokens[~named].tolist() == sample(logits, rows).tokens[~named].tolist()
+    assert torch.equal(logits, before)
+    assert drawn.nonfinite == 0
+    assert drawn.logprobs is not None
+    chosen = logits.log_softmax(-1)[torch.arange(n), drawn.tokens.long()].numpy()
+    asked = np.flatnonzero(rows.logprobs >= 0)
+    given = rows.logprobs[asked] + 1
+    firsts = np.cumsum(given) - given
+    assert np.allclose(drawn.logprobs.values[firsts], chosen[asked], atol=1e-6)
+
+
+def test_a_mask_decides_where_nothing_that_it_allows_is_finite() -> None:
+    logits = torch.full((1, 33), -torch.inf)
+    logits[0, 3] = 5.0
+    masks = Masks(np.array([0], np.int32), np.array([[0, 1]], np.uint32))
+    assert sample(logits, rows_of(1), masks).tokens.tolist() == [32]
+    assert sample(logits, rows_of(1, temperature=1.0, seed=4), masks).tokens.tolist() == [32]

@@ -231,12 +231,6 @@ def test_a_step_with_a_member_too_many_is_malformed() -> None:
     assert caught.value.code is RefusalCode.MALFORMED
 
 
-def test_grammar_is_refused_by_type() -> None:
-    with pytest.raises(Refusal) as caught:
-        standing().check(3, int(HeaderFlag.SAMPLE_FOLLOWS), encode_body(rows(ROW1)))
-    assert (caught.value.code, caught.value.field) == (RefusalCode.NOT_IMPLEMENTED, "header.flags")
-
-
 def test_a_refused_step_gives_back_the_blocks_of_a_slot_that_it_used_anew() -> None:
     """Request 1 is finished, its slot goes to request 8, whose row is granted more blocks than 8 came with; refused."""
     validator = standing()

@@ -9,8 +9,8 @@ from worker.gang_messages import KvConfig, KvOffer
 from worker.weights_id import weights_id
 from workerproto.messages import Cache, Done, Facts, Limits, RefusalCode, Report
 from workerproto.operations import ConfigureKv, name_of
+from workerproto.standing import read_control
 from workerproto.steps import Refusal
-from workerproto.validate import read_control
 
 
 def most_blocks(offers: list[KvOffer]) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Container
 
+from worker.coordinator.sampling import Sampling
 from workerproto.codec import Header, WireError
-from workerproto.messages import ErrorCode, HeaderFlag, Kind
-from workerproto.states import LEASE, OPERABLE, STEPPING, LeaseEvent, Machine, RemoteStateError
+from workerproto.messages import ErrorCode, Kind
+from workerproto.states import LEASE, TAKEN_IN, LeaseEvent, Machine, RemoteStateError
 from workerproto.states import Gang as GangState
 from workerproto.states import Lease as LeaseState
 
@@ -15,7 +16,9 @@ from workerproto.states import Lease as LeaseState
 class Lease:
     """One attachment of a scheduler. Times are seconds of the monotonic clock."""
 
-    __slots__ = ("_machine", "answered", "client", "expected", "heard", "identity", "in_flight", "number", "said")
+    __slots__ = (
+        "_machine", "answered", "client", "expected", "heard", "identity", "in_flight", "number", "said", "sampling",
+    )  # fmt: skip
 
     def __init__(self, identity: bytes, number: int, client: str, now: float) -> None:
         self.identity = identity
@@ -24,6 +27,7 @@ class Lease:
         self.expected = 1  # sequence of the next ordered frame
         self.answered = 0  # last sequence answered
         self.in_flight = 0
+        self.sampling = Sampling()
         self.heard = self.said = now
         self._machine = Machine(LEASE, LeaseState.NONE)
         self._machine.move(LeaseEvent.HELLO)
@@ -39,10 +43,13 @@ class Lease:
         """The gang failed, and goes on behind the last answer."""
         self.expected = self.answered + 1
         self.in_flight = 0
+        self.sampling = Sampling()
 
-    def patience_ms(self, timeout: float) -> int:
-        """Until the next ping is due, or the lease ends. `timeout`: the lease's, seconds."""
+    def patience_ms(self, timeout: float, sample_timeout: float) -> int:
+        """Until the next ping is due, or the lease ends. timeout: the lease's, and a Sample's, in seconds."""
         wake = min(self.said + timeout / 3, self.heard + timeout)
+        if self.sampling.due:
+            wake = min(wake, self.sampling.due_since + sample_timeout)
         return max(0, int((wake - time.monotonic()) * 1000) + 1)
 
     def end(self, event: LeaseEvent) -> None:
@@ -58,21 +65,17 @@ class Lease:
                 str(header.epoch),
                 str(epoch),
             )
-        if header.kind is Kind.SAMPLE:
-            raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE is not implemented", "kind", "SAMPLE")
-        if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
-            raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS is not implemented", "flags", hex(header.flags))
-        takes = OPERABLE if header.kind is Kind.CONTROL else STEPPING
-        if state not in takes or not self.held:
+        if state not in TAKEN_IN[header.kind] or not self.held:
             told, what = (state if self.held else "not attached yet"), header.kind.name
             raise WireError(ErrorCode.NOT_READY, f"the gang takes no {what}: it is {told}", "state", told, "READY")
-        if barrier:
+        if barrier and header.kind is not Kind.SAMPLE:  # an operation waits for the step that waits for this
             raise WireError(ErrorCode.BARRIER, "an operation is being carried out: nothing is taken until then", "kind")
         if header.seq != self.expected:
             raise WireError(
                 ErrorCode.BAD_SEQUENCE, f"sequence {header.seq} came, {self.expected} is next", "seq", str(header.seq),
                 str(self.expected),
             )  # fmt: skip
+        self.sampling.judge(header)
         if header.kind is Kind.STEP and self.in_flight >= credit:
             raise WireError(
                 ErrorCode.NO_CREDIT, f"{self.in_flight} steps are in flight, {credit} may be", "credit",

@@ -15,20 +15,20 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import zmq
 
-from worker.config import FRAME_BYTES
 from worker.coordinator.lease import Lease, judge_hello, judge_sender
+from worker.coordinator.listener import Listener
 from worker.coordinator.poll_thread import PollThread
 from worker.coordinator.recorder import Recorder
-from worker.coordinator.schedulers import Schedulers
+from worker.coordinator.schedulers import Schedulers, read
 from worker.coordinator.stream import Stream, bind, waiting
 from worker.gang_messages import PERFORM, RESET, RESET_DONE, STOP
 from worker.run_files import RunFiles
-from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
+from workerproto.codec import Header, WireError, decode_body, encode_body
 from workerproto.messages import (
     ORDERED_KINDS,
     Bye,
@@ -37,6 +37,7 @@ from workerproto.messages import (
     Event,
     Facts,
     Fault,
+    HeaderFlag,
     Hello,
     Kind,
     Message,
@@ -48,6 +49,7 @@ from workerproto.states import OPERABLE, WITH_FACTS, Gang, LeaseEvent
 _log = logging.getLogger("rankd.relay")
 
 Parts = list[bytes]
+_SAMPLE_FOLLOWS = int(HeaderFlag.SAMPLE_FOLLOWS)
 _RESETTABLE = (Gang.READY, Gang.ASLEEP, Gang.UPDATING, Gang.DRAINING)
 BATCH = 64
 """Frames read from one socket before the other has its turn: rubbish from a stranger must not hold up a result."""
@@ -60,30 +62,18 @@ class _Operation(NamedTuple):
     settled: Callable[[Kind, bytes], None] | None
 
 
-class Listener(Protocol):
-    """Called on the relay's thread."""
-
-    def relay_failed(self, error: BaseException) -> None:
-        """It cannot go on."""
-
-    def configure_kv(self, body: bytes) -> None:
-        """A Control came while the gang waits for the size of its cache: it is for `settle` to answer."""
-
-    def update_lost(self) -> None:
-        """The ranks have forgotten a lease that had begun to update the weights."""
-
-
 class Relay:
     """Lives from `start` to `close`. `stream`: that of the present epoch, whose figures any thread may read."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, world_size: int, output_rank: int, credit: int,
-        lease_timeout: float, listener: Listener,
+        lease_timeout: float, sample_timeout: float, listener: Listener,
     ) -> None:  # fmt: skip
         """`files`: of the first epoch."""
         self._make_stream = partial(Stream, context, world_size=world_size, output_rank=output_rank)
         self._credit = credit
         self._lease_timeout = lease_timeout
+        self._sample_timeout = sample_timeout
         self._listener = listener
         self._schedulers = Schedulers(bind(context, zmq.ROUTER, files.scheduler_endpoint))
         self._thread = PollThread("relay", self._patience, self._watch_lease, self._trouble)
@@ -178,7 +168,6 @@ class Relay:
         return next((s.lease_seq for s in recent if s.gang_seq == gang_seq and s.lease is lease), None)
 
     def stop_ranks(self) -> None:
-        """The last frame in the stream of every rank."""
         self.stream.send(STOP)
 
     def _close(self) -> None:
@@ -201,16 +190,7 @@ class Relay:
                 self._schedulers.answer_error(parts, error, self._lease)
 
     def _take(self, parts: Parts) -> None:
-        if len(parts) != 3:
-            count = len(parts) - 1
-            raise WireError(ErrorCode.BAD_FRAMES, f"{count} frames came, a message has 2", "frames", str(count), "2")
-        identity, frame, body = parts
-        header = decode_header(frame)
-        if len(body) > FRAME_BYTES:
-            raise WireError(
-                ErrorCode.TOO_LARGE, f"the body has {len(body)} bytes, at most {FRAME_BYTES} are taken", "body",
-                str(len(body)), str(FRAME_BYTES),
-            )  # fmt: skip
+        identity, header, frame, body = read(parts)
         kind = header.kind
         if kind is Kind.HELLO:
             return self._hello(identity, header, body)
@@ -221,13 +201,7 @@ class Relay:
             lease.judge_ordered(header, self._epoch, self._credit, self._state, barrier=barrier)
             lease.expected += 1
             self._dirty = True
-            if kind is Kind.CONTROL:
-                self._operation = _Operation(body, lease, header.seq, None)
-                return self._propose()
-            lease.in_flight += 1
-            if self.recorder is not None:
-                self.recorder.frame(frame, body)
-            self.stream.send(kind, header.flags, body, lease, header.seq)
+            self._take_ordered(lease, header, frame, body)
         elif kind is Kind.PING:
             decode_body(kind, body)
             self._schedulers.send(identity, Header(Kind.PONG, 0, self._epoch, lease.number), b"")
@@ -239,29 +213,48 @@ class Relay:
         else:
             raise WireError(ErrorCode.BAD_KIND, f"{kind.name} is not for a coordinator to receive", "kind", kind.name)
 
+    def _take_ordered(self, lease: Lease, header: Header, frame: bytes, body: bytes) -> None:
+        seq, sampling = header.seq, lease.sampling
+        if header.kind is Kind.CONTROL:
+            self._operation = _Operation(body, lease, seq, None)
+            return self._propose()
+        if header.kind is Kind.SAMPLE and sampling.is_of_refused(seq):
+            return
+        if self.recorder is not None:
+            self.recorder.frame(frame, body)
+        if header.kind is Kind.SAMPLE:
+            self.stream.send_sample(body, lease, seq, sampling.due)
+            sampling.sent(seq)
+        else:
+            lease.in_flight += 1
+            if header.flags & _SAMPLE_FOLLOWS:
+                sampling.opened(seq)
+            self.stream.send(header.kind, header.flags, body, lease, seq)
+
     def _from_output(self, most: int = BATCH) -> None:
         for header, body in waiting(self.stream.answers, most):
             if self._state is not Gang.FAILED:  # what comes after that belongs to an epoch that is over
                 self._answer(header, body)
 
+
     def _answer(self, frame: bytes, body: bytes) -> None:
         kind, step = self.stream.take(frame)
         if kind == RESET_DONE:
             return self._reset_done(msgspec.msgpack.decode(body, type=int))
-        self.steps_done += 1
-        lease = step.lease
+        self.steps_done, lease = self.steps_done + 1, step.lease
         assert lease is not None
         if kind == Kind.REFUSED:
             body = self.stream.translated(body, step)
         if lease is self._lease:  # else it has ended
-            lease.in_flight -= 1
+            if not lease.sampling.answered(step.lease_seq, refused=kind == Kind.REFUSED):
+                lease.in_flight -= 1
+                lease.answered = step.lease_seq
             header = self._deliver_answer(lease, Kind(kind), step.lease_seq, body)
             if self.recorder is not None:
                 self.recorder.frame(header.encode(), body)
         self._propose()
 
     def _deliver_answer(self, lease: Lease, kind: Kind, seq: int, body: bytes) -> Header:
-        lease.answered = seq
         header = Header(kind, 0, self._epoch, lease.number, seq)
         self._deliver(lease, header, body)
         return header
@@ -308,6 +301,7 @@ class Relay:
             if kind is Kind.REFUSED:
                 refused = cast(Refused, decode_body(kind, body))
                 body = encode_body(msgspec.structs.replace(refused, cause_seq=operation.lease_seq))
+            self._lease.answered = operation.lease_seq
             self._deliver_answer(self._lease, kind, operation.lease_seq, body)
         self._reset()
 
@@ -370,7 +364,7 @@ class Relay:
 
     def _patience(self) -> int | None:
         """Milliseconds until the next ping or the end of the lease, None without a lease."""
-        return None if self._lease is None else self._lease.patience_ms(self._lease_timeout)
+        return None if self._lease is None else self._lease.patience_ms(self._lease_timeout, self._sample_timeout)
 
     def _watch_lease(self) -> None:
         lease = self._lease
@@ -380,6 +374,9 @@ class Relay:
         if now - lease.heard >= self._lease_timeout:
             seconds = f"{self._lease_timeout:g} s"
             self._end_lease(LeaseEvent.TIMEOUT, "TIMEOUT", f"nothing was heard for {seconds}")
+        elif lease.sampling.due and now - lease.sampling.due_since >= self._sample_timeout:
+            limit = f"{self._sample_timeout:g} s"
+            self._end_lease(LeaseEvent.TIMEOUT, "NO_SAMPLE", f"step {lease.sampling.due} had no Sample within {limit}")
         elif now - lease.said >= self._lease_timeout / 3:
             self._tell(lease, Kind.PING, None)
 

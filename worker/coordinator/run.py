@@ -127,8 +127,9 @@ class _Coordinator:
         self._context = zmq.asyncio.Context(context)
         output_rank = config.world_size - config.tp
         self._relay = relay = Relay(
-            context, self._files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease, self
-        )
+            context, self._files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease,
+            config.limits.sample, self,
+        )  # fmt: skip
         self._admin = bound(self._context, zmq.ROUTER, self._files.admin_endpoint)
         self._telemetry = Telemetry(config, loop, lambda: admin.status(self._gang, self._relay), say)
         relay_trace = create_trace_file(self._files.relay_trace)

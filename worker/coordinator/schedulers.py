@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zmq
 
+from worker.config import FRAME_BYTES
 from worker.coordinator.lease import Lease
-from workerproto.codec import Header, WireError, encode_body, read_lease, read_sequence
-from workerproto.messages import Error, Kind
+from workerproto.codec import Header, WireError, decode_header, encode_body, read_lease, read_sequence
+from workerproto.messages import Error, ErrorCode, Kind
 
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 
@@ -38,3 +39,18 @@ class Schedulers:
             error.bound[:256], str(error)[:4096],
         )  # fmt: skip
         self.send(identity, Header(Kind.ERROR, 0, self.epoch, read_lease(frame)), encode_body(answer))
+
+
+def read(parts: list[bytes]) -> tuple[bytes, Header, bytes, bytes]:
+    """Sender, header, and the two frames, whose sizes are judged. Raises WireError."""
+    if len(parts) != 3:
+        count = len(parts) - 1
+        raise WireError(ErrorCode.BAD_FRAMES, f"{count} frames came, a message has 2", "frames", str(count), "2")
+    identity, frame, body = parts
+    header = decode_header(frame)
+    if len(body) > FRAME_BYTES:
+        raise WireError(
+            ErrorCode.TOO_LARGE, f"the body has {len(body)} bytes, at most {FRAME_BYTES} are taken", "body",
+            str(len(body)), str(FRAME_BYTES),
+        )  # fmt: skip
+    return identity, header, frame, body

@@ -14,11 +14,11 @@ import zmq
 
 from worker.config import HARD_FRAME_BYTES
 from worker.coordinator.lease import Lease
-from worker.gang_messages import PERFORM, STOP, seal, unseal
+from worker.gang_messages import PERFORM, RESET, STOP, seal, unseal
 from worker.run_files import RunFiles
 from worker.step_trace import DONE, FLAG_RELAYED, StepTrace
 from workerproto.codec import decode_body, encode_body
-from workerproto.messages import Kind, Refused
+from workerproto.messages import HeaderFlag, Kind, Refused
 
 FRAMES_WAITING = 16
 """Messages that are read ahead of one peer; the rest stays with it, and costs memory of its own, not of ours."""
@@ -28,6 +28,7 @@ MEETING_MS = 500
 
 # As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
 _READABLE, _NOW, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
+_SAMPLE_FOLLOWS = int(HeaderFlag.SAMPLE_FOLLOWS)
 _UNANSWERED = (STOP, PERFORM)
 """Kinds that the output rank does not answer here."""
 
@@ -53,9 +54,8 @@ class Relayed(NamedTuple):
 
 
 class Stream:
-    """answers: the socket of the output rank's answers. head_since: since when (monotonic seconds) the oldest frame in
-    flight waits for its answer; 0 if none is. headers: of the last frames that went to the ranks. recent: the last that
-    want an answer, answered or not. trace: of the frames relayed.
+    """answers: the socket of the output rank's answers. headers: of the last frames that went to the ranks. recent: the
+    last that want an answer, answered or not. trace: of the frames relayed.
     """
 
     def __init__(
@@ -66,11 +66,21 @@ class Stream:
         self.answers = bind(context, zmq.PULL, files.answers_endpoint(output_rank))
         self.in_flight: deque[InFlight] = deque()
         self.recent: deque[InFlight] = deque(maxlen=64)
-        self.head_since = 0.0
+        self._head_since = 0.0
         self.trace = StepTrace()
         self.headers: deque[Relayed] = deque(maxlen=HEADERS_KEPT)
+        self._open = 0  # gang sequence of a step that waits for its scheduler's masks
+        self._sample: InFlight | None = None  # the last that was sent, and the step that it was for
+        self._sample_of = 0
         self._sequence = 0
         self._primary_refusal = (0, 0)  # gang sequence, lease sequence
+
+    @property
+    def head_since(self) -> float:
+        """Since when (monotonic seconds) the oldest frame in flight waits for its answer; 0 if none is, or if it is its
+        scheduler that it waits for.
+        """
+        return 0.0 if self._open and self.head == self._open else self._head_since
 
     @property
     def head(self) -> int | None:
@@ -84,10 +94,25 @@ class Stream:
         self, kind: int, flags: int = 0, body: bytes = b"", lease: Lease | None = None, lease_seq: int = 0
     ) -> None:
         self._sequence = sequence = self._sequence + 1
+        if kind == Kind.STEP and flags & _SAMPLE_FOLLOWS:
+            self._open = sequence
+        elif kind == RESET and self._open:  # which ends it
+            self._open, self._head_since = 0, time.monotonic()
         if kind not in _UNANSWERED:
             self.expect(sequence, lease, lease_seq)
+        self._to_ranks(sequence, lease_seq, kind, flags, body)
+
+    def send_sample(self, body: bytes, lease: Lease, lease_seq: int, step: int) -> None:
+        """Masks for the step that waits for them, which the scheduler calls `step`; they are answered if refused."""
+        self._sequence = sequence = self._sequence + 1
+        self._sample, self._sample_of, self._open = InFlight(sequence, lease, lease_seq, 0), self._open, 0
+        if self.head == self._sample_of:
+            self._head_since = time.monotonic()  # until now it was the scheduler that was waited for
+        self._to_ranks(sequence, lease_seq, Kind.SAMPLE, 0, body, step)
+
+    def _to_ranks(self, sequence: int, lease_seq: int, kind: int, flags: int, body: bytes, named: int = 0) -> None:
         self.headers.append(Relayed(time.time(), sequence, lease_seq, kind, flags, len(body)))
-        frame = seal(kind, flags, self._epoch, sequence)
+        frame = seal(kind, flags, self._epoch, sequence, named)
         for socket in self._steps:
             try:
                 socket.send(frame, _MORE)
@@ -106,7 +131,7 @@ class Stream:
     def expect(self, gang_seq: int, lease: Lease | None, lease_seq: int) -> None:
         """An answer is due."""
         if not self.in_flight:
-            self.head_since = time.monotonic()
+            self._head_since = time.monotonic()
         place = self.trace.begin()
         self.trace.receive(gang_seq)
         self.trace.flag(FLAG_RELAYED)
@@ -117,14 +142,17 @@ class Stream:
     def answered(self) -> InFlight | None:
         """The oldest frame has its answer; None if there was none."""
         frame = self.in_flight.popleft() if self.in_flight else None
-        self.head_since = time.monotonic() if self.in_flight else 0.0
+        self._head_since = time.monotonic() if self.in_flight else 0.0
         if frame is not None:
             self.trace.mark_at(frame.place, DONE)
         return frame
 
     def take(self, frame: bytes) -> tuple[int, InFlight]:
         """The kind of an answer of the output rank, and what it answers. Raises RuntimeError if that was not due."""
-        kind, _, epoch, sequence = unseal(frame)
+        kind, _, epoch, sequence, _ = unseal(frame)
+        if kind == Kind.REFUSED and self._sample is not None and sequence == self._sample.gang_seq:
+            self._open = self._sample_of
+            return kind, self._sample
         step = self.answered()
         if step is None or step.gang_seq != sequence or epoch != self._epoch:
             raise RuntimeError(f"the output rank answered {sequence} of epoch {epoch}, outstanding was {step}")

@@ -15,7 +15,7 @@ import numpy as np
 from worker.recording import Frame, Recording
 from workerproto.client import Client, ClientError, TimedOut
 from workerproto.codec import unpack, unpack_floats
-from workerproto.messages import HeaderFlag, Kind, New, Refused, Result, RowFlag, Step
+from workerproto.messages import HeaderFlag, Kind, New, Refused, Result, RowFlag, Sample, Step
 
 LIMIT_S = 600.0
 """For one answer; the gang's own --step-timeout is what is meant to end a step that hangs."""
@@ -69,7 +69,9 @@ def replay_all(endpoint: str, recording: Recording, *, at_recorded_speed: bool) 
     for lease, frames in _leases(recording):
         answers = {frame.header.seq: frame for frame in frames if frame.header.kind in (Kind.RESULT, Kind.REFUSED)}
         steps = [frame for frame in frames if frame.header.kind is Kind.STEP]
-        outcome.left_out += sum(frame.header.kind in (Kind.CONTROL, Kind.SAMPLE) for frame in frames)
+        # Of several masks of one step the last were taken.
+        masks = {sample.step: sample for frame in frames if isinstance(sample := frame.message, Sample)}
+        outcome.left_out += sum(frame.header.kind is Kind.CONTROL for frame in frames)
         with Client(endpoint, name="workerctl replay") as client:
             client.wait_ready(LIMIT_S)
             waiting: deque[tuple[Frame, Step]] = deque()
@@ -83,7 +85,10 @@ def replay_all(endpoint: str, recording: Recording, *, at_recorded_speed: bool) 
                 while client.credit < 1:
                     _take(client, waiting, answers, lease, outcome, recording)
                 step = cast(Step, frame.message)
-                client.submit(step, resync=bool(frame.header.flags & HeaderFlag.RESYNC))
+                flags, sample = frame.header.flags, masks.get(frame.header.seq)
+                client.submit(step, resync=bool(flags & HeaderFlag.RESYNC), sample_follows=sample is not None)
+                if sample is not None:
+                    client.sample(sample.rows, sample.masks)
                 waiting.append((frame, step))
             while waiting:
                 _take(client, waiting, answers, lease, outcome, recording)

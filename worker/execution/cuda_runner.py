@@ -18,6 +18,7 @@ from torch import Tensor
 from worker.execution.batch import Samples, inputs_of, rows_of, samples_of
 from worker.execution.device_sampler import DeviceSampler
 from worker.execution.device_step import (
+    LaunchedStep,
     Padding,
     StepTensors,
     eager_arrays,
@@ -41,6 +42,7 @@ from worker.model_config import ModelConfig
 from worker.parallel.groups import Groups
 from worker.step_trace import ARRIVED, BUILT, FORWARDED, SAMPLED, SENT
 from worker.topology import Topology, padded_vocab
+from workerproto.masks import Masks
 from workerproto.messages import RowFlag
 from workerproto.steps import AcceptedStep
 
@@ -209,7 +211,7 @@ class CudaRunner(ModelRunner):
             self.sampler.seat(step.started)
         return super().execute(step, table)
 
-    def _execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
+    def _launch(self, step: AcceptedStep, table: BlockTable) -> LaunchedStep:
         if self.hidden_in:
             self.hidden_in.post(step.sequence, step.num_tokens)
         moved, place = single_queries_first(step)
@@ -240,11 +242,33 @@ class CudaRunner(ModelRunner):
             self.reach("send")
             self.hidden_out.send(step.sequence, launched.hidden[: step.num_tokens])
         trace.mark(SENT)
-        logprobs = self._finish_sampling(launched.scores, sent, step, samples, all_rows=bool(size))
+        return LaunchedStep(step, samples, turn, size, sent, launched.scores)
+
+    def _end(self, launched: Any, masks: Masks | None) -> PendingOutput:
+        assert isinstance(launched, LaunchedStep)
+        step, samples, turn, size, sent, scores = launched
+        told = scores
+        if masks is not None and len(masks.samples) and self.topology.is_last_stage:
+            told = self._mask(scores, step, masks, all_rows=bool(size))
+            self._deliver(sent)
+        logprobs = self._finish_sampling(scores, told, sent, step, samples, all_rows=bool(size))
         self._hand_round(step, samples, all_rows=bool(size))
         self.slots.sampled(step.sequence, samples.slots, samples.positions)
-        trace.mark(SAMPLED)
+        self.trace.mark(SAMPLED)
         return self._pending(step, turn, step.sampled_rows if size else np.arange(len(samples)), logprobs)
+
+    def _mask(self, scores: Tensor | None, step: AcceptedStep, masks: Masks, *, all_rows: bool) -> Tensor | None:
+        """Choose anew among the allowed tokens; the scores as they were, for logprobs."""
+        if scores is None:
+            return None
+        whole = scores.clone() if (self.slots.logprobs[step.slots] >= 0).any() else scores
+        places = step.sampled_rows[masks.samples] if all_rows else masks.samples
+        where = on_device(places.astype(np.int64), scores)
+        allowed = on_device(masks.allowed(scores.shape[1]), scores)
+        # The least finite number: of an infinity it would be told that the row's logits were not finite.
+        scores[where] = scores[where].masked_fill_(~allowed, torch.finfo(scores.dtype).min)
+        self.greedy.choose(scores)
+        return whole
 
     def _graph_size(self, step: AcceptedStep) -> int:
         """Rows of the graph that this step takes, 0 for none."""
@@ -291,9 +315,10 @@ class CudaRunner(ModelRunner):
         self.greedy.deliver(step.sample_slots, step.header, self.last_tokens, self.packets.outboxes)
 
     def _finish_sampling(
-        self, scores: Tensor | None, sent: StepTensors, step: AcceptedStep, samples: Samples, *, all_rows: bool
-    ) -> DeviceLogprobs | None:
-        """What the likeliest tokens alone will not do: drawing at random, and logprobs."""
+        self, scores: Tensor | None, told_of: Tensor | None, sent: StepTensors, step: AcceptedStep, samples: Samples,
+        *, all_rows: bool,
+    ) -> DeviceLogprobs | None:  # fmt: skip
+        """What the likeliest tokens alone will not do: drawing at random, and logprobs, which are of `told_of`."""
         if not self.topology.is_last_stage or not len(samples):
             return None
         drawn = bool((self.slots.temperature[samples.slots] > 0).any())
@@ -305,10 +330,10 @@ class CudaRunner(ModelRunner):
             if scores is not None:
                 self._draw(scores, sent, step, samples, all_rows=all_rows)
             self._deliver(sent)
-        if not told or scores is None:
+        if not told or told_of is None:
             return None
         wanted = self._asked(step, samples, all_rows=all_rows).logprobs
-        return logprobs_of(scores, self.greedy.tokens[: len(wanted)], wanted)
+        return logprobs_of(told_of, self.greedy.tokens[: len(wanted)], wanted)
 
     def _draw(
         self, scores: Tensor, sent: StepTensors, step: AcceptedStep, samples: Samples, *, all_rows: bool

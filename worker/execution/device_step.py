@@ -41,6 +41,18 @@ class StepTensors(NamedTuple):
     tables: Tensor
 
 
+class LaunchedStep(NamedTuple):
+    """A step between its forward pass and its end. turn: its packet's. size: of its graph, 0
+    for none. scores: [samples, vocabulary] on tp rank 0 of the last stage."""
+
+    step: AcceptedStep
+    samples: Samples
+    turn: int
+    size: int
+    sent: StepTensors
+    scores: Tensor | None
+
+
 class Padding(NamedTuple):
     """What rows that are nobody's read and write."""
 

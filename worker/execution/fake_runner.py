@@ -12,6 +12,7 @@ from worker.execution.runner import BlockTable, StepOutput
 from worker.step_trace import ARRIVED, BUILT, FORWARDED, SAMPLED, SENT, StepTrace
 from worker.topology import Topology
 from workerproto.codec import unpack
+from workerproto.masks import Masks
 from workerproto.steps import AcceptedStep, RequestTable, StepLimits
 from workerproto.testing.fake_model import FakeModel
 
@@ -28,6 +29,7 @@ class FakeRunner:
         self._reach = reach
         self.trace = StepTrace()
         self._limits: StepLimits
+        self._open: tuple[AcceptedStep, BlockTable]
         self._model: FakeModel
 
     def num_blocks(self, kv_bytes: int) -> int:
@@ -38,13 +40,16 @@ class FakeRunner:
         self.reset()
 
     def execute(self, step: AcceptedStep, table: BlockTable) -> StepOutput:
+        return self._execute(step, table, None)
+
+    def _execute(self, step: AcceptedStep, table: BlockTable, masks: Masks | None) -> StepOutput:
         here, trace = self._topology, self.trace
         trace.shape(step.num_rows, step.num_tokens, len(step.sampled_rows))
         trace.mark(BUILT)
         if not here.is_first_stage:
             self._reach("recv")
         trace.mark(ARRIVED)
-        result = self._model.execute(step, cast(RequestTable, table))
+        result = self._model.execute(step, cast(RequestTable, table), masks)
         trace.mark(FORWARDED)
         if here.is_last_stage:
             trace.mark(SENT)
@@ -56,6 +61,12 @@ class FakeRunner:
         if not here.is_output:
             return StepOutput(step.sequence)
         return StepOutput(step.sequence, np.array(unpack(result.tokens)))
+
+    def launch(self, step: AcceptedStep, table: BlockTable) -> None:
+        self._open = step, table
+
+    def sample(self, masks: Masks | None) -> StepOutput:
+        return self._execute(*self._open, masks)
 
     def reset(self) -> None:
         self._model = FakeModel(self._limits)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from time import monotonic_ns
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +28,19 @@ from worker.parallel.groups import Groups
 from worker.parallel.pipeline import Receiver, Sender, TokenFeed
 from worker.step_trace import ARRIVED, BUILT, FORWARDED, SAMPLED, SENT, StepTrace
 from worker.topology import Topology
+from workerproto.masks import Masks
 from workerproto.steps import AcceptedStep
+
+
+class LaunchedStep(NamedTuple):
+    """What a forward pass has left, and microseconds: waiting for the stage before, and computing."""
+
+    sequence: int
+    samples: Samples
+    sampling: SamplingRows
+    hidden: Tensor
+    waited: int
+    computed: int
 
 
 class ModelRunner:
@@ -44,6 +58,7 @@ class ModelRunner:
         self.slots = RequestSlots(config.max_requests)
         # One more for what is sampled for nobody.
         self.last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=config.device)
+        self._open: Any  # what `launch` has left: of a step without rows its output
         self.model: Decoder
         self._fill: Callable[[Decoder], object]
         self.caches: list[Tensor] = []
@@ -174,7 +189,21 @@ class ModelRunner:
         self.slots.apply(step)
         return self._execute(step, table) if step.num_rows else StepOutput(step.sequence)
 
+    @torch.inference_mode()
+    def launch(self, step: AcceptedStep, table: BlockTable) -> None:
+        self.slots.apply(step)
+        self._open = self._launch(step, table) if step.num_rows else StepOutput(step.sequence)
+
+    @torch.inference_mode()
+    def sample(self, masks: Masks | None) -> PendingOutput:
+        launched = self._open
+        return launched if isinstance(launched, StepOutput) else self._end(launched, masks)
+
     def _execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
+        return self._end(self._launch(step, table), None)
+
+    def _launch(self, step: AcceptedStep, table: BlockTable) -> Any:
+        """The forward pass; what it leaves is for `_end`."""
         if self.hidden_in:
             self.hidden_in.post(step.sequence, step.num_tokens)
         rows = rows_of(step, table.blocks, self.config.block_size)
@@ -195,16 +224,21 @@ class ModelRunner:
             self.hidden_out.send(step.sequence, hidden)
         if self.feed and len(samples):
             self.feed.expect(step.sequence, torch.from_numpy(samples.slots).long().to(self.config.device))
-        forwarded = trace.mark(SENT)
+        spent = (received - began) // 1000, (trace.mark(SENT) - received) // 1000
+        return LaunchedStep(step.sequence, samples, sampling, hidden, *spent)
+
+    def _end(self, launched: Any, masks: Masks | None) -> PendingOutput:
+        assert isinstance(launched, LaunchedStep)
+        sequence, samples, sampling, hidden, waited, computed = launched
+        began = monotonic_ns()
         sampled = None
         if self.topology.is_last_stage and len(samples):
             self.reach("sample")
-            sampled = self._sample(self._pick(hidden, samples), sampling)
-            self._feed_back(step.sequence, samples, sampled.tokens)
-        self.slots.sampled(step.sequence, samples.slots, samples.positions)
-        ended = trace.mark(SAMPLED)
-        timings = StepTimings((received - began) // 1000, (forwarded - received) // 1000, (ended - forwarded) // 1000)
-        return _output(step.sequence, sampled if self.topology.is_output else None, timings)
+            sampled = self._sample(self._pick(hidden, samples), sampling, masks)
+            self._feed_back(sequence, samples, sampled.tokens)
+        self.slots.sampled(sequence, samples.slots, samples.positions)
+        timings = StepTimings(waited, computed, (self.trace.mark(SAMPLED) - began) // 1000)
+        return _output(sequence, sampled if self.topology.is_output else None, timings)
 
     def _attention(self, rows: Rows) -> AttentionBatch:
         return AttentionBatch.build(self.model.backend, rows, self.config.device)
@@ -224,13 +258,13 @@ class ModelRunner:
             return hidden
         return hidden[torch.from_numpy(samples.places).to(self.config.device)]
 
-    def _sample(self, hidden: Tensor, sampling: SamplingRows) -> Sampled:
+    def _sample(self, hidden: Tensor, sampling: SamplingRows, masks: Masks | None = None) -> Sampled:
         """Tokens on every tp rank: rank 0 draws, the others are told, so that they cannot differ."""
         logits = self.model.logits(hidden)
         if logits is None:
             sampled = Sampled(torch.empty(len(hidden), dtype=torch.int32, device=hidden.device), 0, None)
         else:
-            sampled = sample(logits, sampling)
+            sampled = sample(logits, sampling, masks)
         self.group.broadcast_(sampled.tokens)
         return sampled
 

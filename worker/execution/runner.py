@@ -10,6 +10,7 @@ import numpy as np
 
 from worker.step_trace import StepTrace
 from workerproto.codec import Int32Array
+from workerproto.masks import Masks
 from workerproto.steps import AcceptedStep
 
 if TYPE_CHECKING:
@@ -92,9 +93,13 @@ class StepRunner(Protocol):
     def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
         """Do or launch a step. On ranks other than the output rank the output is empty, and tells only when the step is
         done. At most max_steps_in_flight outputs may be waiting for `wait`.
-
-        Steps with a grammar will stop after the forward pass, and a further method `sample` will end them.
         """
+
+    def launch(self, step: AcceptedStep, table: BlockTable) -> None:
+        """As `execute`, up to where tokens are chosen: `sample` is called next, before anything else."""
+
+    def sample(self, masks: Masks | None) -> PendingOutput:
+        """End the step that was launched last, with a grammar's masks or without."""
 
     def reset(self) -> None:
         """Forget all requests (a new lease); steps already executed are let come to their end first."""

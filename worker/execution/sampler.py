@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from worker.execution.random_draw import uniforms
+from workerproto.masks import Masks
 
 _ONE = 1 << 40
 # Rows are taken a few at a time: each needs several int64 arrays of the vocabulary's size. Caches of CPUs are small.
@@ -70,18 +71,29 @@ class Sampled:
     logprobs: Logprobs | None
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+def sample(logits: Tensor, rows: SamplingRows, masks: Masks | None = None) -> Sampled:
     """Draw one token for each row of logits (float32 [n, vocabulary], n > 0, left as they are).
+
+    masks: of some of the rows. A token that is not allowed is never drawn; logprobs are those without masks.
 
     Non-finite logits are counted and then read as: NaN and -inf the least, +inf the greatest finite number; so the
     token is still determined. Greedy takes the lowest of equal best ids.
     """
     logits, nonfinite = _finite(logits)
-    # A grammar's mask belongs here: after the count, since -inf is what it writes, and before every choice.
-    tokens = _argmax(logits)
-    draw_(tokens, logits, rows)
+    masked = logits if masks is None else mask(logits, masks)  # after the count, since -inf is what it writes
+    tokens = _argmax(masked)
+    draw_(tokens, masked, rows)
     logprobs = logprobs_of(logits, tokens, rows.logprobs)
     return Sampled(tokens, nonfinite, None if logprobs is None else logprobs.on_host())
+
+
+def mask(logits: Tensor, masks: Masks) -> Tensor:
+    """A copy [n, vocabulary], finite logits with -inf where a token is not allowed."""
+    logits = logits.clone()
+    if len(masks.samples):
+        where, allowed = on_device(masks.samples, logits).long(), on_device(masks.allowed(logits.shape[1]), logits)
+        logits[where] = logits[where].masked_fill_(~allowed, -torch.inf)
+    return logits
 
 
 def draw_(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:

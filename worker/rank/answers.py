@@ -35,12 +35,14 @@ class _Done(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """An answer that waits for nothing but its turn. live as in `_Done`, None after a reset."""
+    """An answer that waits for nothing but its turn. live as in `_Done`, None after a reset. ends: with
+    it a step or a reset is over."""
 
     sequence: int
     kind: int
     body: bytes
     live: int | None
+    ends: bool = True
 
 
 class Answers:
@@ -72,6 +74,10 @@ class Answers:
 
     def refused(self, sequence: int, refused: Refused, live: int) -> None:
         self._put(_Said(sequence, Kind.REFUSED, encode_body(refused), live))
+
+    def sample_refused(self, sequence: int, refused: Refused) -> None:
+        """The step that the masks were for goes on waiting."""
+        self._put(_Said(sequence, Kind.REFUSED, encode_body(refused), None, ends=False))
 
     def reset_done(self, sequence: int, dropped: int) -> None:
         self._put(_Said(sequence, RESET_DONE, msgspec.msgpack.encode(dropped), None))
@@ -114,6 +120,8 @@ class Answers:
                 self._send(self._socket, Kind.RESULT, answer.sequence, _encode(output, answer.validate_us))
         elif self._socket is not None:
             self._send(self._socket, answer.kind, answer.sequence, answer.body)
+        if isinstance(answer, _Said) and not answer.ends:
+            return
         if answer.live is None:
             self._status.end_reset()
         else:

@@ -19,7 +19,9 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("boot", "rendezvous", "load", "profile", "kv", "warmup", "ready", "step", "reset", "stopped", "operation")
+PHASES = (
+    "boot", "rendezvous", "load", "profile", "kv", "warmup", "ready", "step", "reset", "stopped", "operation", "mask",
+)  # fmt: skip
 SIZE = 128
 
 _MAGIC = b"RKST"

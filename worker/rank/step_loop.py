@@ -7,6 +7,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from worker.rank.operations import Operations, Report
 from worker.rank.status_file import StatusWriter
 from worker.step_trace import DONE, FLAG_OPERATION, FLAG_REFUSED, FLAG_RESET, VALIDATED
 from workerproto.codec import encode_body
+from workerproto.masks import Masks
 from workerproto.messages import Kind
 from workerproto.operations import UpdateFinish, name_of
 from workerproto.steps import Refusal, StepLimits
@@ -47,6 +49,8 @@ class StepLoop:
         self._report = report
         self._fault_points = fault_points
         self._operations = operations
+        self._open: tuple[int, int] | None = None  # a step that waits for its Sample: sequence, validated in us
+        self._behind: deque[Callable[[], None]] = deque()  # answers to steps behind it
         self._perform: Callable[[], Report] | None = None
         self._judged: deque[tuple[int, int]] = deque()
 
@@ -62,7 +66,7 @@ class StepLoop:
         while True:
             trace.begin()
             header, body = self._socket.recv(), self._socket.recv()
-            kind, flags, epoch, sequence = unseal(header)
+            kind, flags, epoch, sequence, named = unseal(header)
             trace.receive(sequence)
             if sequence != expected or epoch != self._epoch:
                 raise Failure(
@@ -72,6 +76,8 @@ class StepLoop:
             expected += 1
             if kind == Kind.STEP:
                 self._step(sequence, flags, body)
+            elif kind == Kind.SAMPLE:
+                self._sample(sequence, named, body)
             elif kind == Kind.CONTROL:
                 self._propose(sequence, body)
             elif kind == PERFORM:
@@ -101,8 +107,13 @@ class StepLoop:
         else:
             self._judged.append((sequence, validator.digest))  # before it is executed: that may wait for a peer
             checked = trace.mark(VALIDATED)
-            output = self._runner.execute(accepted, validator.table)
-            self._answers.result(sequence, output, (checked - began) // 1000, validator.live_requests)
+            if validator.open is None:
+                output = self._runner.execute(accepted, validator.table)
+                self._answers.result(sequence, output, (checked - began) // 1000, validator.live_requests)
+            else:
+                self._runner.launch(accepted, validator.table)
+                self._open = sequence, (checked - began) // 1000
+                self._status.enter("mask")
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug(f"step {sequence}: {validator.live_requests} requests, {validator.used_blocks} blocks")
         trace.held(validator.live_requests, validator.used_blocks)
@@ -111,9 +122,38 @@ class StepLoop:
             profiler.step()
 
     def _refuse(self, sequence: int, refusal: Refusal) -> None:
-        self._answers.refused(sequence, refusal.as_message(), self._validator.live_requests)
+        answer = partial(self._answers.refused, sequence, refusal.as_message(), self._validator.live_requests)
+        if self._open is None:
+            answer()
+        else:  # answers come in the order of the steps, and one that waits for its Sample has none yet
+            self._behind.append(answer)
         _log.info(f"step {sequence} is refused: {refusal.code}: {refusal}")
         self._report(gang_messages.Refusal(sequence, refusal.code, refusal.request, refusal.field))
+
+    def _sample(self, sequence: int, named: int, body: bytes) -> None:
+        """The masks of the step that was launched last; of one that was refused they are let go."""
+        waits = self._open is not None
+        try:
+            masks = self._validator.check_sample(sequence, body, named)
+        except Refusal as refusal:
+            self._answers.sample_refused(sequence, refusal.as_message())
+            self._report(gang_messages.Refusal(sequence, refusal.code, refusal.request, refusal.field))
+            self._trace.flag(FLAG_REFUSED)
+        else:
+            self._trace.flag(FLAG_OPERATION)
+            if waits:
+                self._end_step(masks)
+        self._judged.append((sequence, self._validator.digest))
+        self._trace.mark(DONE)
+
+    def _end_step(self, masks: Masks | None) -> None:
+        assert self._open is not None
+        (sequence, validate_us), self._open = self._open, None
+        self._status.enter("step")
+        output = self._runner.sample(masks)
+        self._answers.result(sequence, output, validate_us, self._validator.live_requests)
+        while self._behind:
+            self._behind.popleft()()
 
     def _propose(self, sequence: int, body: bytes) -> None:
         """Say whether this rank can carry out an operation; nothing of it happens yet."""
@@ -150,6 +190,8 @@ class StepLoop:
         self._trace.mark(DONE)
 
     def _reset(self, sequence: int) -> None:
+        if self._open is not None:  # its scheduler is gone, and stages wait for its tokens: it ends without masks
+            self._end_step(None)
         self._status.enter("reset")
         dropped = self._validator.reset()
         self._judged.append((sequence, self._validator.digest))

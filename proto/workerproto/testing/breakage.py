@@ -21,8 +21,6 @@ def break_step(
     The step returned is `plain` itself where only the flags are wrong.
     """
     if rng.random() < 0.05:
-        return "flags", plain, flags | HeaderFlag.SAMPLE_FOLLOWS, RefusalCode.NOT_IMPLEMENTED
-    if rng.random() < 0.05:
         code = RefusalCode.AFTER_REFUSAL if flags else RefusalCode.UNEXPECTED_RESYNC
         return "resync", plain, flags ^ HeaderFlag.RESYNC, code
     while True:

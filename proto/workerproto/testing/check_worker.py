@@ -19,12 +19,12 @@ from workerproto.testing.conformance_frames import FRAMES
 from workerproto.testing.conformance_leases import LEASES
 from workerproto.testing.conformance_link import Link, NotProvoked, Unmet
 from workerproto.testing.conformance_refusals import REFUSALS
+from workerproto.testing.conformance_sample import SAMPLES
 from workerproto.testing.conformance_steps import STEPS
 from workerproto.testing.report import Outcome, Report
 
-RULES: tuple[Rule, ...] = tuple(
-    sorted((*FRAMES, *LEASES, *OPERATIONS, *REFUSALS, *STEPS), key=lambda rule: int(rule.name.partition(".")[0]))
-)
+_RULES = (*FRAMES, *LEASES, *OPERATIONS, *SAMPLES, *REFUSALS, *STEPS)
+RULES: tuple[Rule, ...] = tuple(sorted(_RULES, key=lambda rule: int(rule.name.partition(".")[0])))
 """In the order of the spec's sections, which their names begin with."""
 
 

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Callable
 from functools import partial
 
-from workerproto.codec import encode_body, pack
-from workerproto.messages import Bye, ErrorCode, HeaderFlag, Hello, Kind, RefusalCode, Sample, Step
+from workerproto.codec import encode_body
+from workerproto.messages import Bye, ErrorCode, Hello, Kind, RefusalCode, Step
 from workerproto.testing.conformance_bench import Bench, Rules
 from workerproto.testing.conformance_link import MAX_FRAME_BYTES, Link, require
 
@@ -73,20 +73,12 @@ _in_error("4.pong-has-no-body", _E.BAD_BODY, lambda link: (header(link, kind=int
 _in_error("6.bye-body", _E.BAD_BODY, lambda link: (header(link, kind=int(Kind.BYE), seq=0), b""))
 _in_error("6.bye-unknown-field", _E.BAD_BODY, lambda link: (header(link, kind=int(Kind.BYE), seq=0), b"\x81\xa1x\x01"))
 _in_error(
-    "19.sample", _E.NOT_IMPLEMENTED,
-    lambda link: (header(link, kind=int(Kind.SAMPLE)), encode_body(Sample(1, pack([]), pack([])))), names_seq=True,
-)  # fmt: skip
-_in_error(
-    "19.sample-follows", _E.NOT_IMPLEMENTED,
-    lambda link: (header(link, flags=int(HeaderFlag.SAMPLE_FOLLOWS)), EMPTY_STEP), names_seq=True,
-)  # fmt: skip
-_in_error(
     "11.old-epoch", _E.BAD_EPOCH,
     lambda link: (header(link, epoch=max(link.epoch, 1) - 1), EMPTY_STEP), names_seq=True,
 )  # fmt: skip
 _in_error("11.new-epoch", _E.BAD_EPOCH, lambda link: (header(link, epoch=link.epoch + 1), EMPTY_STEP), names_seq=True)
 _in_error("14.epoch-before-sequence", _E.BAD_EPOCH, lambda link: (header(link, epoch=link.epoch + 1, seq=9), b""))
-_in_error("14.kind-before-sequence", _E.NOT_IMPLEMENTED, lambda link: (header(link, kind=int(Kind.SAMPLE), seq=9), b""))
+_in_error("14.sequence-before-sample", _E.BAD_SEQUENCE, lambda link: (header(link, kind=int(Kind.SAMPLE), seq=9), b""))
 _in_error("14.lease-before-epoch", _E.BAD_LEASE, lambda link: (header(link, lease=_OTHER_LEASE, epoch=0), EMPTY_STEP))
 _in_error("14.lease-before-kind", _E.BAD_LEASE, lambda link: (header(link, lease=1, kind=int(Kind.RESULT)), b""))
 

@@ -35,10 +35,11 @@ from workerproto.messages import (
     Welcome,
 )
 from workerproto.operations import ConfigureKv, Control, UpdateFinish, name_of
-from workerproto.states import GANG, OPERABLE, STEPPING, WITH_FACTS, Gang
+from workerproto.standing import read_control
+from workerproto.states import GANG, TAKEN_IN, WITH_FACTS, Gang
 from workerproto.steps import Refusal, StepLimits
 from workerproto.testing.fake_model import FakeModel
-from workerproto.validate import StepValidator, read_control
+from workerproto.validate import StepValidator
 
 Outgoing = tuple[bytes, bytes, bytes]
 """Peer, header, body."""
@@ -82,6 +83,7 @@ class FakeGang:
         awaits_kv: bool = False,
         delay_s: float = 0.0,
         lease_timeout_ms: int = 10_000,
+        sample_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts or fake_facts()
@@ -92,11 +94,16 @@ class FakeGang:
         self.steps_done = 0
         self._delay_s = delay_s
         self._lease_timeout_ms = lease_timeout_ms
+        self._sample_timeout_s = sample_timeout_s
         self._clock = clock
         self._holder: _Holder | None = None
         self._ended_leases: set[int] = set()
         self._dropped = 0  # requests, since the last Welcome
         self._answers: deque[tuple[float, int, Kind, Result | Refused]] = deque()
+        self._waits: int | None = None  # the step that waits for its Sample
+        self._waits_since = 0.0
+        self._sample_of_refused = 0  # the sequence of one that may be on its way
+        self._refused_samples: set[int] = set()
         self._operation: tuple[int, bytes] | None = None  # sequence and body, until the steps before it are answered
         self._to_refuse = 0
         self._make_ranks()
@@ -156,6 +163,8 @@ class FakeGang:
         if self._holder:
             timeout = self._lease_timeout_ms / 1000
             dues.append(min(self._holder.heard + timeout, self._holder.said + timeout / 3))
+            if self._waits is not None:
+                dues.append(self._waits_since + self._sample_timeout_s)
         return min(dues, default=None)
 
     def tick(self) -> None:
@@ -164,13 +173,16 @@ class FakeGang:
         while self._answers and not self.held_back and self._answers[0][0] <= now:
             _, seq, kind, answer = self._answers.popleft()
             if self._holder:
-                self._holder.last_answered = seq
+                if seq not in self._refused_samples:
+                    self._holder.last_answered = seq
                 self._send(self._holder.peer, kind, answer, self._holder.lease, seq)
-        if self._operation is not None and not self._answers and not self.held_back:
+        if self._operation is not None and not self._answers and not self.held_back and self._waits is None:
             (seq, body), self._operation = self._operation, None
             self._operate(seq, body)
         if self._holder and now >= self._holder.heard + self._lease_timeout_ms / 1000:
             self._end_lease(Bye("TIMEOUT", f"nothing was heard for {self._lease_timeout_ms} ms"))
+        elif self._holder and self._waits is not None and now >= self._waits_since + self._sample_timeout_s:
+            self._end_lease(Bye("NO_SAMPLE", f"step {self._waits} had no Sample within {self._sample_timeout_s:g} s"))
         elif self._holder and now >= self._holder.said + self._lease_timeout_ms / 3000:
             self._send(self._holder.peer, Kind.PING, None, self._holder.lease)
 
@@ -211,6 +223,8 @@ class FakeGang:
             holder.next_seq += 1
             if header.kind is Kind.CONTROL:
                 self._operation = (header.seq, body)
+            elif header.kind is Kind.SAMPLE:
+                self._sample(header.seq, body)
             else:
                 self._step(header, body)
         elif header.kind is Kind.PING:
@@ -248,30 +262,37 @@ class FakeGang:
         self._holder = None
         if self._operation is not None and self._operation[0]:
             self._operation = None
-        self._answers.clear()
+        self._forget_steps()
         self._dropped += self.validator.reset()
         if self.state is Gang.UPDATING:
             self.state = Gang.READY
             self.facts = replace(self.facts, weights_valid=False)
+
+    def _forget_steps(self) -> None:
+        self._answers.clear()
+        self._refused_samples.clear()
+        self._waits, self._sample_of_refused = None, 0
 
     def _judge_ordered(self, header: Header, holder: _Holder) -> None:
         """First tier: what a coordinator can tell without reading the body."""
         seq, credit = header.seq, self.facts.limits.steps_in_flight
         if header.epoch != self.epoch:
             raise WireError(ErrorCode.BAD_EPOCH, f"epoch is {self.epoch}", "epoch", str(header.epoch), str(self.epoch))
-        if header.kind is Kind.SAMPLE:
-            raise WireError(ErrorCode.NOT_IMPLEMENTED, header.kind.name, "kind", header.kind.name)
-        if header.flags & HeaderFlag.SAMPLE_FOLLOWS:
-            raise WireError(ErrorCode.NOT_IMPLEMENTED, "SAMPLE_FOLLOWS", "flags", hex(header.flags))
-        if self.state not in (OPERABLE if header.kind is Kind.CONTROL else STEPPING):
+        if self.state not in TAKEN_IN[header.kind]:
             raise WireError(ErrorCode.NOT_READY, f"the gang is {self.state}", "state", self.state, Gang.READY)
-        if self._operation is not None:
+        if self._operation is not None and header.kind is not Kind.SAMPLE:
             raise WireError(ErrorCode.BARRIER, f"Control {self._operation[0]} is not answered yet", "kind")
         if seq != holder.next_seq:
             raise WireError(
                 ErrorCode.BAD_SEQUENCE, f"{holder.next_seq} comes next", "seq", str(seq), str(holder.next_seq)
             )
-        if header.kind is Kind.STEP and len(self._answers) >= credit:
+        due = self._waits is not None
+        if due and header.kind is not Kind.SAMPLE:
+            raise WireError(ErrorCode.SAMPLE_DUE, f"step {self._waits} waits", "kind", header.kind.name, "SAMPLE")
+        if not due and header.kind is Kind.SAMPLE and seq != self._sample_of_refused:
+            raise WireError(ErrorCode.NO_STEP_OPEN, "no step waits for a Sample", "kind", header.kind.name)
+        steps = sum(seq not in self._refused_samples for _, seq, *_ in self._answers)
+        if header.kind is Kind.STEP and steps >= credit:
             raise WireError(ErrorCode.NO_CREDIT, f"{credit} steps are unanswered", "credit", str(credit), str(credit))
 
     def _operate(self, seq: int, body: bytes) -> None:
@@ -332,10 +353,32 @@ class FakeGang:
         answer: Result | Refused
         try:
             accepted = self.validator.check(header.seq, header.flags, body)
+            if self.validator.open is not None:
+                self._waits, self._waits_since = header.seq, self._clock()
+                return
             kind, answer = Kind.RESULT, self._model.execute(accepted, self.validator.table)
         except Refusal as refusal:
             kind, answer = Kind.REFUSED, refusal.as_message()
+            self._sample_of_refused = header.seq + 1 if header.flags & HeaderFlag.SAMPLE_FOLLOWS else 0
         self._answers.append((self._clock() + self._delay_s, header.seq, kind, answer))
+
+    def _sample(self, seq: int, body: bytes) -> None:
+        """The masks of the step that waits; those of one that was refused are let go."""
+        waiting, step = self.validator.open, self._waits
+        if waiting is None or step is None:
+            return
+        kind: Kind
+        answer: Result | Refused
+        try:
+            masks = self.validator.check_sample(seq, body, step)
+        except Refusal as refusal:
+            kind, answer, step = Kind.REFUSED, refusal.as_message(), seq
+            self._refused_samples.add(seq)
+            self._waits_since = self._clock()
+        else:
+            kind, answer = Kind.RESULT, self._model.execute(waiting.step, self.validator.table, masks)
+            self._waits = None
+        self._answers.append((self._clock() + self._delay_s, step, kind, answer))
 
     @property
     def _last_answered(self) -> int:

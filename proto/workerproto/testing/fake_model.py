@@ -13,6 +13,7 @@ import numpy as np
 
 from workerproto.codec import Int32Array, pack
 from workerproto.fields import Packed
+from workerproto.masks import Masks
 from workerproto.messages import Result, RowFlag, Sampling
 from workerproto.steps import AcceptedStep, RequestTable, StepLimits
 
@@ -43,8 +44,12 @@ class FakeModel:
         self._known: Int32Array = np.zeros((limits.live_requests, limits.max_model_len), np.int32)
         self._sampling = [GREEDY] * limits.live_requests
 
-    def execute(self, step: AcceptedStep, table: RequestTable) -> Result:
-        """The result of a step that a validator with this table has just accepted."""
+    def execute(self, step: AcceptedStep, table: RequestTable, masks: Masks | None = None) -> Result:
+        """The result of a step that a validator with this table has just accepted. Of a row that is masked it is the
+        first token that is allowed, from that on which it would be without.
+        """
+        allowed = masks.allowed(self._vocabulary) if masks is not None else ()
+        allowed_of = dict(zip(masks.samples.tolist(), allowed, strict=True)) if masks is not None else {}
         for started in step.started:
             self._known[started.slot, : len(started.tokens)] = started.tokens
             self._sampling[started.slot] = started.sampling
@@ -53,17 +58,19 @@ class FakeModel:
         ids: list[int] = []
         values: list[float] = []
         ranks: list[int] = []
-        for row in step.sampled_rows.tolist():
+        for place, row in enumerate(step.sampled_rows.tolist()):
             slot, end = int(step.slots[row]), int(step.positions[row] + step.counts[row])
             context = self._cells[table.blocks[slot, : -(-end // self.block_size)]].reshape(-1)[:end]
             sampling = self._sampling[slot]
             token = next_token(context, self._vocabulary, sampling)
+            if place in allowed_of:
+                token = (token + int(np.roll(allowed_of[place], -token).argmax())) % self._vocabulary
             if end < self._known.shape[1]:
                 self._known[slot, end] = token
             tokens.append(token)
             if sampling.logprobs >= 0:
-                ids += [token] + [(token + place) % self._vocabulary for place in range(sampling.logprobs)]
-                values += [-0.5] + [-0.5 * (place + 1) for place in range(sampling.logprobs)]
+                ids += [token] + [(token + rank) % self._vocabulary for rank in range(sampling.logprobs)]
+                values += [-0.5] + [-0.5 * (rank + 1) for rank in range(sampling.logprobs)]
                 ranks.append(1)
         return Result(pack(tokens), 0, pack(ids), _pack_floats(values), pack(ranks), pack([0, 0, 0, 0]))
 

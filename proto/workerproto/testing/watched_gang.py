@@ -48,12 +48,13 @@ BY_ERROR: dict[ErrorCode, str] = {
     ErrorCode.NO_CREDIT: "8.credit",
     ErrorCode.NOT_READY: "9.ready",
     ErrorCode.BARRIER: "22.operations",
-    ErrorCode.NOT_IMPLEMENTED: "19.not-implemented",
+    ErrorCode.SAMPLE_DUE: "8.sample",
+    ErrorCode.NO_STEP_OPEN: "8.sample",
 }
 BY_REFUSAL: dict[RefusalCode, str] = {
     RefusalCode.MALFORMED: "4.bodies",
     RefusalCode.UNEXPECTED_RESYNC: "15.resync",
-    RefusalCode.NOT_IMPLEMENTED: "19.not-implemented",
+    **dict.fromkeys((RefusalCode.SAMPLE_DUE, RefusalCode.BAD_STEP, RefusalCode.BAD_MASK), "8.sample"),
     RefusalCode.BAD_SAMPLING: "13.sampling",
     **dict.fromkeys(
         (RefusalCode.UNKNOWN_REQUEST, RefusalCode.DUPLICATE_REQUEST, RefusalCode.NOT_PREEMPTED,
