@@ -22,6 +22,8 @@ from screen import Screen, draw_table, heading
 from workerproto.client import Client, ClientError
 from workerproto.rundir import endpoint_of
 
+# What the gang is to have room for: its start runs the largest step once, to know its memory.
+SIZES = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")
 PROMPTS = ["The capital of France is", "Once upon a time", "The three primary colors are"]
 
 
@@ -31,7 +33,7 @@ def main() -> None:
     model = args.model or fetch_model()
     text = TextModel(model)
     name = f"demo-{os.getpid()}"
-    command = launch_command(args.launcher, name, model, args.tp, args.pp, "--device", args.device)
+    command = launch_command(args.launcher, name, model, args.tp, args.pp, "--device", args.device, *SIZES)
     ranks = args.tp * args.pp
     heading(f"Starting {ranks} rank{'s' if ranks > 1 else ''}", shlex.join([Path(command[0]).name, *command[1:]]))
     with running_gang(command, name), Client(endpoint_of(name, os.environ), name="demo") as client:

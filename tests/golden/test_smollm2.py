@@ -35,6 +35,7 @@ def test_greedy_continuations_equal_those_of_transformers(smollm2: Path, run_dir
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
     command = [*WORKERCTL, "up", "--model", str(smollm2), "-pp", "2", "--dtype", "float32", "--name", "smollm2"]
+    command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
     gang = RunningGang(run_dir, command, "smollm2", tmp_path / "log")
     try:
         with gang.wait_ready().client() as client:
