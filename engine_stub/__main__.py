@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from engine_stub import bench, generate
 from engine_stub.engine import StepRejected
 from workerproto.client import Client
+from workerproto.curve import CurveKeys
 from workerproto.rundir import DEFAULT_NAME, endpoint_of
 
 
@@ -17,6 +19,8 @@ def main() -> None:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--name", default=DEFAULT_NAME, help=f"of the gang (default: {DEFAULT_NAME})")
     common.add_argument("--endpoint", help="of the gang, instead of its name")
+    common.add_argument("--server-key", type=Path, metavar="FILE", help="over tcp: the gang's public key, server.key")
+    common.add_argument("--client-key", type=Path, metavar="FILE", help="over tcp: this client's NAME.key_secret")
     common.add_argument("--takeover", action="store_true", help="end the lease of whoever drives it")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in (("generate", generate), ("bench", bench)):
@@ -24,9 +28,12 @@ def main() -> None:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args()
+    if (args.server_key is None) != (args.client_key is None):
+        parser.error("--server-key and --client-key go together")
     try:
         endpoint = args.endpoint or endpoint_of(args.name, os.environ)
-        with Client(endpoint, name=f"engine_stub {args.command}", takeover=args.takeover) as client:
+        keys = CurveKeys.read(args.server_key, args.client_key) if args.server_key else None
+        with Client(endpoint, name=f"engine_stub {args.command}", takeover=args.takeover, keys=keys) as client:
             args.run(args, client)
     except (ValueError, StepRejected) as error:
         if os.environ.get("RANKD_TRACEBACK"):

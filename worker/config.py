@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from worker.listen import ListenConfig, resolve_listen
 from worker.model_config import ModelConfig
 from worker.observe_config import ObserveConfig, resolve_observe
 from worker.topology import Topology
@@ -92,6 +93,7 @@ class GangConfig:
     enforce_eager: bool
     debug_sync: bool
     observe: ObserveConfig
+    listen: ListenConfig | None
     limits: Limits
     restarts: RestartPolicy
 
@@ -165,6 +167,7 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         enforce_eager=options.enforce_eager,
         debug_sync=options.debug_sync,
         observe=resolve_observe(options, environment),
+        listen=resolve_listen(options),
         limits=limits,
         restarts=_restarts(options),
     )

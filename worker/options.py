@@ -75,6 +75,8 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=integers, metavar="N,N,…", help="CUDA device of each rank of a host; default: its local rank")
     add("--debug-sync", action="store_true", help="make a hidden wait for the CUDA device inside a step an error")
     add("--enforce-eager", action="store_true", help="capture no graphs (on cpu there are none)")
+    add("--listen", metavar="tcp://HOST:PORT", help="over tcp too; beyond loopback only with --curve-keys")
+    add("--curve-keys", type=Path, metavar="DIR", help="that workerctl keys has made: only clients with a key connect")
     limits = parser.add_argument_group("limits, in seconds")
     limits.add_argument("--startup-timeout", type=float, default=600, help="until READY (%(default)s)")
     limits.add_argument("--step-timeout", type=float, default=300, help="of the oldest step in flight (%(default)s)")

@@ -19,6 +19,7 @@ from typing import Self
 
 import zmq
 
+from workerproto.curve import CurveKeys
 from workerproto.fields import EMPTY, Packed
 from workerproto.messages import Bye, Error, ErrorCode, Event, Facts, Kind, Step, Welcome
 from workerproto.operations import Control
@@ -65,8 +66,11 @@ class TimedOut(ClientError):
 class Client:
     """One lease on the gang at `endpoint`, from `attach` (or `with`) to `close`. To attach again, make a new one."""
 
-    def __init__(self, endpoint: str, *, name: str = "", takeover: bool = False, timeout: float = 10.0) -> None:
-        """`name` is for people who look at the gang's status; `timeout`, seconds, bounds `attach`."""
+    def __init__(
+        self, endpoint: str, *, name: str = "", takeover: bool = False, timeout: float = 10.0,
+        keys: CurveKeys | None = None,
+    ) -> None:  # fmt: skip
+        """`name` is for people who look at the gang's status; `timeout`, seconds, bounds `attach`; `keys`: over tcp."""
         self.endpoint = endpoint
         self._name = name
         self._takeover = takeover
@@ -80,6 +84,8 @@ class Client:
         # Credit bounds both queues; the marks only keep a broken peer from filling memory.
         self._socket.setsockopt(zmq.SNDHWM, 1024)
         self._socket.setsockopt(zmq.RCVHWM, 1024)
+        if keys is not None:
+            keys.apply(self._socket)
         self._next_ping = 0.0
         self._silent_since = 0.0
 
@@ -131,7 +137,8 @@ class Client:
             raise NoSuchGang(f"no gang listens at {self.endpoint}")
         self._socket.connect(self.endpoint)
         self._send(self._session.hello(self._name, self._takeover))
-        received = self._next(self._timeout, f"no answer from {self.endpoint} within {self._timeout:g} s")
+        keys = "; does it know this client's key, and is its own the right one?" if self.endpoint[:3] == "tcp" else ""
+        received = self._next(self._timeout, f"no answer from {self.endpoint} within {self._timeout:g} s{keys}")
         message = received.message
         if isinstance(message, Error):
             held = message.code is ErrorCode.LEASE_HELD

@@ -27,9 +27,14 @@ def run_directory(environment: Mapping[str, str]) -> Path:
     return Path(tempfile.gettempdir()) / f"rankd-{os.getuid()}"
 
 
+def is_name(text: str) -> bool:
+    """1 … 32 letters, digits or `._-`, the first a letter or a digit."""
+    return _NAME.fullmatch(text) is not None
+
+
 def gang_directory(name: str, environment: Mapping[str, str]) -> Path:
     """The folder of the gang `name`. Raises ValueError for a name that is not 1 … 32 letters, digits or `._-`."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ValueError(
             f"gang name {name!r} must be 1 to 32 letters, digits or any of . _ - and not begin with one of these"
         )

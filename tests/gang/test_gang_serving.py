@@ -153,6 +153,21 @@ def test_a_scheduler_that_leaves_a_step_waiting_costs_the_gang_nothing(serving: 
         assert len(unpack(result_of(second).tokens)) == len(unpack(result_of(second).tokens)) == 1
 
 
+def test_nothing_listens_beyond_loopback(serving: RunningGang) -> None:
+    """Not for steps, not for control, not torch's store, not what its groups connect by."""
+    listening = []
+    for process in serving.processes():
+        inodes = {os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir() if fd.is_symlink()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == "0A" and f"socket:[{rest[5]}]" in inodes:
+                    listening.append((process.pid, local))
+    assert listening, "a gang of two ranks has a store"
+    loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
+    assert [place for place in listening if not place[1].startswith(loopback)] == []
+
+
 def test_status_has_the_keys_that_others_rely_on(serving: RunningGang, client: Client) -> None:
     client.submit(prompt(1, [1, 2, 3], [5]))
     result_of(client)

@@ -68,16 +68,19 @@ class Relay:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, world_size: int, output_rank: int, credit: int,
         lease_timeout: float, sample_timeout: float, listener: Listener,
+        tcp: zmq.Socket[bytes] | None = None,
     ) -> None:  # fmt: skip
-        """`files`: of the first epoch."""
+        """`files`: of the first epoch. `tcp`: a ROUTER for schedulers that is bound already."""
         self._make_stream = partial(Stream, context, world_size=world_size, output_rank=output_rank)
         self._credit = credit
         self._lease_timeout = lease_timeout
         self._sample_timeout = sample_timeout
         self._listener = listener
-        self._schedulers = Schedulers(bind(context, zmq.ROUTER, files.scheduler_endpoint))
+        beyond = [] if tcp is None else [tcp]
+        self._schedulers = Schedulers([bind(context, zmq.ROUTER, files.scheduler_endpoint), *beyond])
         self._thread = PollThread("relay", self._patience, self._watch_lease, self._trouble)
-        self._thread.hear(self._schedulers.socket, self._from_scheduler)
+        for place, socket in enumerate(self._schedulers.sockets):
+            self._thread.hear(socket, partial(self._from_scheduler, place))
         self.post = self._thread.post  # from any thread
         self._lease: Lease | None = None
         self._ended: deque[int] = deque(maxlen=256)  # leases of late, to tell a latecomer what has become of his
@@ -134,7 +137,8 @@ class Relay:
         """Bye to the holder, then every socket, with what was sent given this long to leave."""
         self.post(self._close)
         self._thread.join(timeout)
-        self._schedulers.socket.close(linger=int(timeout * 1000))
+        for socket in self._schedulers.sockets:
+            socket.close(linger=int(timeout * 1000))
         self.stream.close(int(timeout * 1000))
 
     # Calls that the main thread posts.
@@ -182,8 +186,8 @@ class Relay:
         self._listener.relay_failed(error)
         self._thread.deafen(self.stream.answers)
 
-    def _from_scheduler(self) -> None:
-        for parts in waiting(self._schedulers.socket, BATCH):
+    def _from_scheduler(self, place: int) -> None:
+        for parts in self._schedulers.received(place, BATCH):
             try:
                 self._take(parts)
             except WireError as error:

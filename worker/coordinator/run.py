@@ -22,6 +22,7 @@ import zmq.asyncio
 from worker.config import GangConfig
 from worker.coordinator import admin, causes
 from worker.coordinator.gang import Gang, tick_interval
+from worker.coordinator.guard import Guard, listen
 from worker.coordinator.incarnation import Incarnation, Launch
 from worker.coordinator.recorder import Recorder
 from worker.coordinator.relay import Relay
@@ -29,6 +30,7 @@ from worker.coordinator.report import write_report
 from worker.coordinator.restarts import Restarts
 from worker.coordinator.saver_environment import saver_environment
 from worker.coordinator.sockets import bound, send_now
+from worker.coordinator.stream import router
 from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import SPOKEN, Origin, bound_size, log_to, remove_logs
@@ -126,9 +128,10 @@ class _Coordinator:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context = zmq.asyncio.Context(context)
         output_rank = config.world_size - config.tp
+        guard, tcp = self._listen(context)
         self._relay = relay = Relay(
             context, self._files, config.world_size, output_rank, config.max_steps_in_flight, config.limits.lease,
-            config.limits.sample, self,
+            config.limits.sample, self, tcp,
         )  # fmt: skip
         self._admin = bound(self._context, zmq.ROUTER, self._files.admin_endpoint)
         self._telemetry = Telemetry(config, loop, lambda: admin.status(self._gang, self._relay), say)
@@ -157,8 +160,21 @@ class _Coordinator:
         if recorder is not None:
             recorder.close(LAST_WORDS_S)
         self._admin.close(linger=100)
+        if guard is not None:
+            guard.close()
         context.term()
         return code
+
+    def _listen(self, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[Guard | None, zmq.Socket[bytes] | None]:
+        """Raises ValueError if it cannot listen where it should."""
+        where = self._config.listen
+        if where is None:
+            return None, None
+        socket = router(context)
+        guard = listen(socket, context, where)
+        keys = "plain" if where.keys is None else f"for the keys in {where.keys}"
+        say(f"listening at {socket.getsockopt_string(zmq.LAST_ENDPOINT)}, {keys}")
+        return guard, socket
 
     @property
     def _gang(self) -> Gang:

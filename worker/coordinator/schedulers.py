@@ -1,11 +1,14 @@
-"""The socket that schedulers connect to: what is sent on it, and that a mistake is answered to whoever made it."""
+"""The sockets that schedulers connect to: what is sent on them, and that a mistake is answered to whoever made it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import zmq
 
 from worker.config import FRAME_BYTES
 from worker.coordinator.lease import Lease
+from worker.coordinator.stream import waiting
 from workerproto.codec import Header, WireError, decode_header, encode_body, read_lease, read_sequence
 from workerproto.messages import Error, ErrorCode, Kind
 
@@ -13,19 +16,30 @@ _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
 class Schedulers:
-    """A bound ROUTER. `socket` is for polling and receiving. `epoch`: the gang's, in errors."""
+    """Bound ROUTERs: one of ipc, and one of tcp if the gang is listened for there. What each has received (`received`)
+    names its peer by the socket too, in the first byte. `epoch`: the gang's, in errors.
+    """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.socket = socket
-        self.socket.router_mandatory = True
+    def __init__(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
+        self.sockets = tuple(sockets)
+        for socket in sockets:
+            socket.router_mandatory = True
         self.epoch = 0
+
+    def received(self, place: int, most: int) -> Iterator[list[bytes]]:
+        """What is there already on the socket at this place, each with its peer in front."""
+        name = bytes([place])
+        for parts in waiting(self.sockets[place], most):
+            parts[0] = name + parts[0]
+            yield parts
 
     def send(self, identity: bytes, header: Header, body: bytes) -> bool:
         """Whether it could be queued: not if the peer has gone, or its queue is full."""
+        socket = self.sockets[identity[0]]
         try:  # one by one: send_multipart looks at every part first, which takes longer than to send it
-            self.socket.send(identity, _MORE)
-            self.socket.send(header.encode(), _MORE)
-            self.socket.send(body, _NOW)
+            socket.send(identity[1:], _MORE)
+            socket.send(header.encode(), _MORE)
+            socket.send(body, _NOW)
         except zmq.ZMQError:
             return False
         return True

@@ -187,9 +187,19 @@ def waiting(socket: zmq.Socket[bytes], most: int) -> Iterator[list[bytes]]:
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    socket = _bounded(context, kind)
+    socket.bind(endpoint)
+    return socket
+
+
+def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """For schedulers, to be bound."""
+    return _bounded(context, zmq.ROUTER)
+
+
+def _bounded(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.linger = 0
     socket.maxmsgsize = HARD_FRAME_BYTES
     socket.rcvhwm = FRAMES_WAITING  # before bind, or it is not heeded
-    socket.bind(endpoint)
     return socket

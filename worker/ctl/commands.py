@@ -35,6 +35,7 @@ COMMANDS = {
     "report": Command("report", "report", "bundle the reports of failures", "workerctl report --name demo"),
     "down": Command("down", "down", "end a gang", "workerctl down --name demo"),
     "drain": Command("down", "drain", "end a gang in its step stream", "workerctl drain --name demo"),
+    "keys": Command("keys", "keys", "keys for schedulers over tcp", "workerctl keys --dir keys --client laptop"),
     "completion": Command(
         "completion", "completion", "for the tab key of your shell", 'eval "$(workerctl completion bash)"'
     ),
