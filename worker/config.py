@@ -92,6 +92,7 @@ class GangConfig:
     devices: tuple[int, ...]  # number of each local rank's; () for its local rank
     enforce_eager: bool
     debug_sync: bool
+    checksum_hops: bool
     observe: ObserveConfig
     listen: ListenConfig | None
     limits: Limits
@@ -166,6 +167,7 @@ def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> Gang
         devices=_devices(options.devices, tp * pp),
         enforce_eager=options.enforce_eager,
         debug_sync=options.debug_sync,
+        checksum_hops=options.checksum_hops,
         observe=resolve_observe(options, environment),
         listen=resolve_listen(options),
         limits=limits,

@@ -74,6 +74,7 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
     add("--cpu-threads", type=int, metavar="N", help="of each rank; default: the host's cores divided by its ranks")
     add("--devices", type=integers, metavar="N,N,…", help="CUDA device of each rank of a host; default: its local rank")
     add("--debug-sync", action="store_true", help="make a hidden wait for the CUDA device inside a step an error")
+    add("--checksum-hops", action="store_true", help="on cpu: check the contents of all that passes between stages")
     add("--enforce-eager", action="store_true", help="capture no graphs (on cpu there are none)")
     add("--listen", metavar="tcp://HOST:PORT", help="over tcp too; beyond loopback only with --curve-keys")
     add("--curve-keys", type=Path, metavar="DIR", help="that workerctl keys has made: only clients with a key connect")

@@ -108,8 +108,13 @@ class Claim:
     def _make_folders(self) -> None:
         for folder in (self._folder.parent, self._folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (owner := folder.stat().st_uid) != os.getuid():  # in a shared /tmp anybody may have been first
-                raise PermissionError(f"run directory {folder} belongs to user {owner}, not to {os.getuid()}")
+            found = folder.stat()
+            if found.st_uid != os.getuid():  # in a shared /tmp anybody may have been first
+                raise PermissionError(f"run directory {folder} belongs to user {found.st_uid}, not to {os.getuid()}")
+            if folder == self._folder:  # whoever can open a socket in it drives the gang, whatever made or umask'd it
+                folder.chmod(0o700)
+            elif found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:  # they could put another in its place
+                raise PermissionError(f"run directory {folder} can be written to by others: chmod o-w {folder}")
 
     def _judge_contents(self) -> None:
         strange = sorted(path.name for path in self._folder.iterdir() if not self._is_ours(path))

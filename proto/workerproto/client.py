@@ -27,6 +27,8 @@ from workerproto.session import Frames, Received, Session
 from workerproto.states import Gang, RemoteStateError
 
 _PARTING_S = 0.2
+_LOOK_S = 0.5
+"""While nothing comes: how often to look whether the peer is still there."""
 _NOW, _MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE | zmq.DONTWAIT)
 MAX_FRAME_BYTES = 64 * 2**20
 """Hard limit of one frame; a peer that sends more is disconnected."""
@@ -86,6 +88,7 @@ class Client:
         self._socket.setsockopt(zmq.RCVHWM, 1024)
         if keys is not None:
             keys.apply(self._socket)
+        self._disconnects: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._next_ping = 0.0
         self._silent_since = 0.0
 
@@ -207,6 +210,7 @@ class Client:
             if self._session.held:
                 self._part()
         finally:
+            self._socket.disable_monitor()
             self._socket.close()
 
     def _part(self) -> None:
@@ -227,9 +231,10 @@ class Client:
             wait = self._keep_alive()
             if limit is not None:
                 wait = min(wait, max(0.0, limit - time.monotonic()))
-            if not self._socket.poll(int(wait * 1000 + 0.999)):
+            if not self._socket.poll(int(min(wait, _LOOK_S) * 1000 + 0.999)):
                 if limit is not None and time.monotonic() >= limit:
                     raise TimedOut(overdue)
+                self._look_for_peer()
                 continue
             self._silent_since = 0.0
             received, reply = self._session.receive(self._socket.recv_multipart())
@@ -237,6 +242,14 @@ class Client:
                 self._send(reply)
             if received is not None:
                 return received
+
+    def _look_for_peer(self) -> None:
+        """A lease is bound to its connection: if the peer's process is gone, so is the lease, and no ping need wait."""
+        if self._disconnects.poll(0) and not self._socket.poll(0):
+            if self._session.held:
+                self._session.lapse()
+                raise LeaseLost(f"{self.endpoint} has closed the connection: its process is gone")
+            raise NoSuchGang(f"{self.endpoint} has closed the connection without an answer")
 
     def _keep_alive(self) -> float:
         """Ping when it is due. Returns seconds until the next is; raises LeaseLost if there is no one left."""

@@ -13,7 +13,7 @@ import torch
 from tests.gang.ranks import CPU, Member, run_ranks
 from worker.parallel.collectives import TensorParallel
 from worker.parallel.groups import Groups, leave_groups, make_groups
-from worker.parallel.pipeline import HopError, Receiver, Sender, TokenFeed
+from worker.parallel.pipeline import HopError, HopMismatch, Receiver, Sender, TokenFeed
 from worker.topology import Topology
 
 
@@ -212,3 +212,37 @@ def hear_nothing(member: Member) -> None:
 
 def test_a_silent_peer_is_an_error_after_the_time_out(tmp_path: Path) -> None:
     run_ranks(2, hear_nothing, tmp_path, timeout_s=4)
+
+
+# What is sent: step, rows, width, dtype, spoiled; expected is always step 7 of 2 rows of 4 float32.
+WRONG = {
+    "step": ((8, 2, 4, torch.float32, False), "step 8, not 7"),
+    "too few rows": ((7, 1, 4, torch.float32, False), "rows 1, not 2"),
+    "too many rows": ((7, 3, 4, torch.float32, False), "rows 3, not 2"),
+    "dtype": ((7, 2, 8, torch.bfloat16, False), "dtype torch.bfloat16, not torch.float32"),
+    "width": ((7, 2, 2, torch.float32, False), "bytes of a row 8, not 16"),
+    "contents": ((7, 2, 4, torch.float32, True), "checksum "),
+}
+
+
+def receive_what_was_not_announced(member: Member) -> None:
+    groups, store = member.groups(topology_of(member.rank, 1, 2)), member.store()
+    groups.exercise(CPU, torch.float32)
+    for case, ((step, rows, width, dtype, spoil), says) in WRONG.items():
+        if member.rank == 0:
+            assert groups.hidden_out is not None
+            sender = Sender(groups.hidden_out, 1, (3, width), dtype, CPU, checksum=True)
+            sender.send(step, torch.ones(rows, width, dtype=dtype), spoil=spoil)
+            sender.drain()
+        else:
+            assert groups.hidden_in is not None
+            receiver = Receiver(groups.hidden_in, 1, (3, 4), torch.float32, CPU, checksum=True)
+            receiver.post(7, 2)
+            with pytest.raises(HopMismatch, match=says):
+                receiver.wait()
+            store.set(case, "1")
+        store.wait([case])
+
+
+def test_what_was_not_announced_is_a_typed_error(tmp_path: Path) -> None:
+    run_ranks(2, receive_what_was_not_announced, tmp_path)

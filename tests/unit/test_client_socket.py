@@ -1,7 +1,10 @@
 """The client on real sockets, against the fake worker."""
 
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +128,30 @@ def test_a_gang_that_went_silent_is_lost() -> None:
                 client.receive(LIMIT)
             with pytest.raises(LeaseLost, match="is over"):
                 client.receive(LIMIT)
+
+
+def test_a_peer_that_is_killed_is_missed_at_once(run_dir: Path) -> None:
+    """Its lease's time-out is longer than what this waits; what it had sent is still read."""
+    command = [sys.executable, "-m", "workerproto.testing.fake_worker", "--name", "demo"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    endpoint = endpoint_of("demo", os.environ)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as peer:
+        try:
+            deadline = time.monotonic() + LIMIT
+            while not Path(endpoint.removeprefix("ipc://")).exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with Client(endpoint) as client:
+                client.wait_ready(LIMIT)
+                client.submit(Step())
+                assert client.receive(LIMIT).seq == 1
+                peer.kill()
+                began = time.monotonic()
+                with pytest.raises(LeaseLost, match="its process is gone"):
+                    client.receive(LIMIT)
+                assert time.monotonic() - began < 3, "a second, and time for others"
+        finally:
+            peer.kill()
 
 
 def test_every_reason_is_one_kind_of_error() -> None:

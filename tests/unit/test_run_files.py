@@ -37,6 +37,27 @@ def test_folder_is_private_and_goes_with_the_claim(files: RunFiles) -> None:
     assert lock_holder(files) is None
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
+def test_folder_is_private_whatever_the_umask_or_who_made_it(files: RunFiles, umask: int) -> None:
+    if umask != 0o777:
+        files.folder.mkdir(mode=0o777, parents=True)
+    before = os.umask(umask)
+    try:
+        claim = Claim(files)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
+    claim.close()
+
+
+def test_run_directory_that_others_may_write(files: RunFiles, run_dir: Path) -> None:
+    run_dir.chmod(0o777)
+    with pytest.raises(PermissionError, match="can be written to by others: chmod o-w"):
+        Claim(files)
+    run_dir.chmod(0o1777)  # as /tmp, where nobody can take another's folder away
+    Claim(files).close()
+
+
 def test_second_claim_is_refused_and_touches_nothing(files: RunFiles) -> None:
     claim = Claim(files)
     leave(files, "sched")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class ModelRunner:
             raise ValueError(f"max_logprobs {config.max_logprobs} exceeds the vocabulary of {model_config.vocab}")
         self.model_config, self.topology, self.config, self.groups = model_config, topology, config, groups
         self.group = groups.tensor_parallel
+        self.corrupts: Callable[[str], bool] = lambda place: False  # for tests: damage what is sent this time
         self.reach: Callable[[str], None] = lambda place: None  # told where a step has come to: recv, sample, send
         self.trace = StepTrace()
         self.slots = RequestSlots(config.max_requests)
@@ -71,12 +73,14 @@ class ModelRunner:
         # A stage reads what it received before it posts the next receive but one; it may be far ahead of the next
         # stage.
         ahead = config.max_steps_in_flight
-        self.hidden_in = Receiver(groups.hidden_in, 2, *hidden) if groups.hidden_in else None
-        self.hidden_out = Sender(groups.hidden_out, ahead, *hidden) if groups.hidden_out else None
-        self.tokens_out = Sender(groups.tokens_out, ahead, *tokens) if groups.tokens_out else None
+        receiver = partial(Receiver, checksum=config.checksum_hops)
+        sender = partial(Sender, checksum=config.checksum_hops)
+        self.hidden_in = receiver(groups.hidden_in, 2, *hidden) if groups.hidden_in else None
+        self.hidden_out = sender(groups.hidden_out, ahead, *hidden) if groups.hidden_out else None
+        self.tokens_out = sender(groups.tokens_out, ahead, *tokens) if groups.tokens_out else None
         self.feed = None
         if groups.tokens_in:
-            self.feed = TokenFeed(Receiver(groups.tokens_in, ahead, *tokens), self.last_tokens)
+            self.feed = TokenFeed(receiver(groups.tokens_in, ahead, *tokens), self.last_tokens)
 
     # Bring-up.
 
@@ -221,7 +225,7 @@ class ModelRunner:
         trace.mark(FORWARDED)
         if self.hidden_out:
             self.reach("send")
-            self.hidden_out.send(step.sequence, hidden)
+            self.hidden_out.send(step.sequence, hidden, spoil=self.corrupts("send"))
         if self.feed and len(samples):
             self.feed.expect(step.sequence, torch.from_numpy(samples.slots).long().to(self.config.device))
         spent = (received - began) // 1000, (trace.mark(SENT) - received) // 1000

@@ -37,6 +37,7 @@ class RunnerConfig:
     max_model_len: int  # positions
     max_steps_in_flight: int
     max_logprobs: int = 20
+    checksum_hops: bool = False  # CPU: of all that passes between stages
     max_graph_rows: int = MOST_GRAPH_ROWS  # CUDA: decode steps up to this size are captured; 0 captures none
 
     def __post_init__(self) -> None:

@@ -1,8 +1,7 @@
 """Passing tensors between stages: rings of preallocated buffers over isend and irecv.
 
-Nothing but payload is on the wire. Whether a step sends, and in which shape, follows from the step, which both ends
-have; so both ends count the same messages, and message k uses slot k mod S on either side. The rules that keep this
-right:
+Whether a step sends, and in which shape, follows from the step, which both ends have; so both ends count the same
+messages, and message k uses slot k mod S on either side. The rules that keep this right:
 
 * A backend reads the buffer of an isend until its handle was waited on, and may drop a message whose handle is
   dropped: a slot keeps (handle, buffer), and is written again only after the wait.
@@ -10,13 +9,17 @@ right:
   last is waited on lazily, so no two ranks ever wait for each other.
 * Steps without rows (or, for tokens, without samples) pass nothing at all.
 
-A check of what arrives against what was announced (step, shape, dtype) would go into a row in front of each buffer,
-written by `Sender.send` and read by `Receiver.wait`; gloo itself takes a short message silently and aborts the
-process on a long one.
+On the CPU a header goes in front of each payload, in the same message, and what arrives is held against what the step
+says. gloo would take a short message silently, and abort the process on one that is longer than what was posted; so a
+whole slot is always posted, and no peer that was made for the same sizes can send more. (On CUDA a look at a header
+would be a wait for the device: there the sizes are those of the step, and nothing else is checked.)
 """
 
 from __future__ import annotations
 
+import math
+import struct
+import zlib
 from collections import deque
 from typing import NamedTuple
 
@@ -26,16 +29,25 @@ from torch import Tensor
 
 from worker.parallel.groups import Hop
 
+_HEADER = struct.Struct("<4sIQIII")  # magic, dtype, step, rows, bytes of a row, crc32 of the payload or 0
+_HEADER_BYTES = 64  # so that payloads stay aligned
+_MAGIC = b"RKHP"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+
 
 class HopError(RuntimeError):
     """A transfer between stages failed: the peer died, or a time-out passed."""
 
-    def __init__(self, hop: Hop, doing: str, step: int, cause: BaseException) -> None:
+    def __init__(self, hop: Hop, doing: str, step: int, cause: BaseException | str) -> None:
         super().__init__(f"step {step}: {doing} {hop.name}, peer rank {hop.peer}: {cause}")
         self.hop = hop.name
         self.doing = doing
         self.step = step
         self.peer = hop.peer
+
+
+class HopMismatch(HopError):
+    """What arrived is not what the step says: the two ends do not see the same stream."""
 
 
 class _Flight(NamedTuple):
@@ -47,15 +59,26 @@ class _Flight(NamedTuple):
 
 
 class _Ring:
-    def __init__(self, hop: Hop, slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """checksum: of every payload, on the CPU; both ends must be made alike."""
+
+    def __init__(
+        self, hop: Hop, slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *,
+        checksum: bool = False,
+    ) -> None:  # fmt: skip
         if slots < 1:
             raise ValueError(f"{hop.name}: a ring needs at least one slot, not {slots}")
         self.hop = hop
-        self.buffers = torch.zeros((slots, *shape), dtype=dtype, device=device)
+        self.dtype = dtype
+        self.checksum = checksum
+        self.row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        self.head = _HEADER_BYTES if device.type == "cpu" else 0
+        self.slots = torch.zeros((slots, self.head + shape[0] * self.row_bytes), dtype=torch.uint8, device=device)
+        self.buffers = [slot[self.head :].view(dtype).view(shape) for slot in self.slots]
+        self.bytes = [slot.numpy() for slot in self.slots] if self.head else []
         self.flights: list[_Flight | None] = [None] * slots
         self.messages = 0
 
-    def _wait(self, slot: int, doing: str) -> Tensor | None:
+    def _wait(self, slot: int, doing: str) -> _Flight | None:
         flight = self.flights[slot]
         if flight is None:
             return None
@@ -64,13 +87,20 @@ class _Ring:
         except RuntimeError as error:
             raise HopError(self.hop, doing, flight.step, error) from error
         self.flights[slot] = None
-        return flight.tensor
+        return flight
 
     def _claim(self, count: int) -> tuple[int, Tensor]:
         slot = self.messages % len(self.flights)
-        capacity = self.buffers.shape[1]
+        capacity = len(self.buffers[slot])
         assert 0 < count <= capacity, f"{self.hop.name}: {count} rows in a buffer of {capacity}"
-        return slot, self.buffers[slot, :count]
+        return slot, self.buffers[slot][:count]
+
+    def _end(self, count: int) -> int:
+        """Of a message of so many rows, in its slot."""
+        return self.head + count * self.row_bytes
+
+    def _checksum(self, slot: int, count: int) -> int:
+        return zlib.crc32(self.bytes[slot][self.head : self._end(count)]) if self.checksum else 0
 
 
 class Sender(_Ring):
@@ -79,13 +109,21 @@ class Sender(_Ring):
     shape: of one buffer, (most rows, …). Raises HopError from the send that fails, or from a later one that finds out.
     """
 
-    def send(self, step: int, tensor: Tensor) -> None:
-        """Copy into the ring and start sending; the caller may overwrite `tensor` at once."""
-        slot, buffer = self._claim(len(tensor))
+    def send(self, step: int, tensor: Tensor, *, spoil: bool = False) -> None:
+        """Copy into the ring and start sending; the caller may overwrite `tensor` at once. `spoil`: for tests, damage
+        the payload behind its checksum."""
+        count = len(tensor)
+        slot, buffer = self._claim(count)
         self._wait(slot, "sending")
         buffer.copy_(tensor)
+        if self.head:
+            header = _MAGIC, _DTYPES.index(self.dtype), step, count, self.row_bytes, self._checksum(slot, count)
+            _HEADER.pack_into(self.bytes[slot], 0, *header)
+            if spoil:
+                self.bytes[slot][self.head] ^= 1
+        message = self.slots[slot, : self._end(count)]
         try:
-            handle = dist.isend(buffer, self.hop.peer, group=self.hop.group)
+            handle = dist.isend(message, self.hop.peer, group=self.hop.group)
         except RuntimeError as error:
             raise HopError(self.hop, "sending", step, error) from error
         assert handle is not None
@@ -102,9 +140,7 @@ class Receiver(_Ring):
     """Receives what a Sender of the same shape and dtype sends: `post` in the sender's order, then `wait` in the same
     order."""
 
-    def __init__(self, hop: Hop, slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(hop, slots, shape, dtype, device)
-        self.taken = 0
+    taken = 0
 
     @property
     def outstanding(self) -> int:
@@ -116,8 +152,9 @@ class Receiver(_Ring):
         gone."""
         slot, buffer = self._claim(count)
         assert self.flights[slot] is None, f"{self.hop.name}: {self.outstanding} receives posted, none waited for"
+        room = self.slots[slot] if self.head else self.slots[slot, : self._end(count)]
         try:
-            handle = dist.irecv(buffer, self.hop.peer, group=self.hop.group)
+            handle = dist.irecv(room, self.hop.peer, group=self.hop.group)
         except RuntimeError as error:
             raise HopError(self.hop, "receiving", step, error) from error
         assert handle is not None
@@ -125,11 +162,35 @@ class Receiver(_Ring):
         self.messages += 1
 
     def wait(self) -> Tensor:
-        """The oldest posted message, a view of its slot: valid until `slots` further messages were posted."""
-        tensor = self._wait(self.taken % len(self.flights), "receiving")
-        assert tensor is not None, f"{self.hop.name}: wait without post"
+        """The oldest posted message, a view of its slot: valid until `slots` further messages were posted. Raises
+        HopMismatch if it is another than the step says."""
+        slot = self.taken % len(self.flights)
+        flight = self._wait(slot, "receiving")
+        assert flight is not None, f"{self.hop.name}: wait without post"
+        if self.head:
+            self._check(slot, flight.step, len(flight.tensor))
         self.taken += 1
-        return tensor
+        return flight.tensor
+
+    def _check(self, slot: int, step: int, count: int) -> None:
+        magic, dtype, of_step, rows, row_bytes, checksum = _HEADER.unpack_from(self.bytes[slot], 0)
+        named = {
+            "step": (of_step, step),
+            "rows": (rows, count),
+            "bytes of a row": (row_bytes, self.row_bytes),
+            "dtype": (_name(dtype), _name(_DTYPES.index(self.dtype))),
+        }
+        wrong = [f"{name} {came}, not {due}" for name, (came, due) in named.items() if came != due]
+        if magic != _MAGIC:
+            wrong = [f"no header, but {bytes(magic)!r}"]
+        if not wrong and checksum != self._checksum(slot, count):
+            wrong = [f"checksum {self._checksum(slot, count):08x} of what was sent with {checksum:08x}"]
+        if wrong:
+            raise HopMismatch(self.hop, "receiving", step, f"what arrived has {', '.join(wrong)}")
+
+
+def _name(dtype: int) -> str:
+    return str(_DTYPES[dtype]) if dtype < len(_DTYPES) else f"number {dtype}"
 
 
 class TokenFeed:

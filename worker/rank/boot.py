@@ -88,7 +88,7 @@ def bring_up(seat: Seat) -> StepLoop:
         seat.answers() if topology.is_output else None, place.epoch, seat.status, runner.trace, seat.fault_points,
         seat.fail, behind=runner.behind,
     )  # fmt: skip
-    runner.reach = seat.fault_points.reach
+    runner.reach, runner.corrupts = seat.fault_points.reach, seat.fault_points.corrupts
     asleep = None if isinstance(store, NoStore) else SleepingMemory(runner, store, books.probe, device)
     origin = (config.model, config.load_format, config.seed)
     profiler = Profiler(place.rank, config.observe.log_dir)
@@ -183,5 +183,6 @@ def _runner_config(config: GangConfig, device: torch.device, dtype: torch.dtype)
         max_model_len=config.max_model_len,
         max_steps_in_flight=config.max_steps_in_flight,
         max_logprobs=config.max_logprobs,
+        checksum_hops=config.checksum_hops,
         max_graph_rows=0 if config.enforce_eager else MOST_GRAPH_ROWS,
     )

@@ -36,6 +36,8 @@ def describe(error: BaseException, phase: str, step: int | None, *, always_trace
 def _classify(error: BaseException, text: str, phase: str) -> tuple[ExitCode, bool, bool]:
     if isinstance(error, Failure):
         return error.code, False, error.code is ExitCode.LIMIT
+    if type(error).__name__ == "HopMismatch":
+        return ExitCode.DISAGREEMENT, False, False
     if type(error).__name__ == "WeightsError":  # by name, so that a rank that fails before torch needs no torch
         return ExitCode.BAD_WEIGHTS, False, False
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _MEMORY.search(text):
