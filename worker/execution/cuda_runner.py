@@ -27,7 +27,7 @@ from worker.execution.device_step import (
     padding_arrays,
     single_queries_first,
 )
-from worker.execution.graph_memory import extrapolate
+from worker.execution.graph_memory import extrapolate, graph_sizes
 from worker.execution.greedy import Greedy
 from worker.execution.model_runner import ModelRunner
 from worker.execution.packets import Packets
@@ -207,9 +207,17 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:
+        self._seat(step)
+        return super().execute(step, table)
+
+    @torch.inference_mode()
+    def launch(self, step: AcceptedStep, table: BlockTable) -> None:
+        self._seat(step)
+        super().launch(step, table)
+
+    def _seat(self, step: AcceptedStep) -> None:
         if self.sampler is not None and step.started:
             self.sampler.seat(step.started)
-        return super().execute(step, table)
 
     def _launch(self, step: AcceptedStep, table: BlockTable) -> LaunchedStep:
         if self.hidden_in:
@@ -258,14 +266,13 @@ class CudaRunner(ModelRunner):
         return self._pending(step, turn, step.sampled_rows if size else np.arange(len(samples)), logprobs)
 
     def _mask(self, scores: Tensor | None, step: AcceptedStep, masks: Masks, *, all_rows: bool) -> Tensor | None:
-        """Choose anew among the allowed tokens; the scores as they were, for logprobs."""
+        """Choose anew among the allowed tokens; the scores as they were, for logprobs. The others get the least finite
+        number: of an infinity it would be told that the row's logits were not finite."""
         if scores is None:
             return None
         whole = scores.clone() if (self.slots.logprobs[step.slots] >= 0).any() else scores
-        places = step.sampled_rows[masks.samples] if all_rows else masks.samples
-        where = on_device(places.astype(np.int64), scores)
+        where = on_device((step.sampled_rows[masks.samples] if all_rows else masks.samples).astype(np.int64), scores)
         allowed = on_device(masks.allowed(scores.shape[1]), scores)
-        # The least finite number: of an infinity it would be told that the row's logits were not finite.
         scores[where] = scores[where].masked_fill_(~allowed, torch.finfo(scores.dtype).min)
         self.greedy.choose(scores)
         return whole
@@ -382,14 +389,3 @@ class CudaRunner(ModelRunner):
     def close(self) -> None:
         super().close()
         torch.cuda.synchronize(self.config.device)
-
-
-def graph_sizes(most: int) -> list[int]:
-    """1, 2, 4, then in steps of an eighth of the size or of 8, so that little of a step is padding; `most` is one."""
-    if most < 1:
-        return []
-    sizes, size = [1, 2, 4], 8
-    while size < most:
-        sizes.append(size)
-        size += max(8, size // 8 // 8 * 8)
-    return sorted({size for size in sizes if size < most} | {most})

@@ -24,3 +24,14 @@ def extrapolate(capture: Callable[[int], None], sizes: list[int], device: torch.
     if len(taken) < 2:
         return sum(taken)
     return taken[0] + (len(sizes) - 1) * max(taken[1:])
+
+
+def graph_sizes(most: int) -> list[int]:
+    """1, 2, 4, then in steps of an eighth of the size or of 8, so that little of a step is padding; `most` is one."""
+    if most < 1:
+        return []
+    sizes, size = [1, 2, 4], 8
+    while size < most:
+        sizes.append(size)
+        size += max(8, size // 8 // 8 * 8)
+    return sorted({size for size in sizes if size < most} | {most})
