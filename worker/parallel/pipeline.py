@@ -17,6 +17,7 @@ would be a wait for the device: there the sizes are those of the step, and nothi
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 import zlib
@@ -74,7 +75,6 @@ class _Ring:
         self.head = _HEADER_BYTES if device.type == "cpu" else 0
         self.slots = torch.zeros((slots, self.head + shape[0] * self.row_bytes), dtype=torch.uint8, device=device)
         self.buffers = [slot[self.head :].view(dtype).view(shape) for slot in self.slots]
-        self.bytes = [slot.numpy() for slot in self.slots] if self.head else []
         self.flights: list[_Flight | None] = [None] * slots
         self.messages = 0
 
@@ -99,8 +99,14 @@ class _Ring:
         """Of a message of so many rows, in its slot."""
         return self.head + count * self.row_bytes
 
+    def _bytes(self, slot: int) -> memoryview:
+        """Of a slot on the CPU, where it lies now: a gang that has slept has other memory under the same tensors, and
+        `numpy()` would forbid that."""
+        whole = self.slots[slot]
+        return memoryview((ctypes.c_ubyte * whole.numel()).from_address(whole.data_ptr())).cast("B")
+
     def _checksum(self, slot: int, count: int) -> int:
-        return zlib.crc32(self.bytes[slot][self.head : self._end(count)]) if self.checksum else 0
+        return zlib.crc32(self._bytes(slot)[self.head : self._end(count)]) if self.checksum else 0
 
 
 class Sender(_Ring):
@@ -118,9 +124,9 @@ class Sender(_Ring):
         buffer.copy_(tensor)
         if self.head:
             header = _MAGIC, _DTYPES.index(self.dtype), step, count, self.row_bytes, self._checksum(slot, count)
-            _HEADER.pack_into(self.bytes[slot], 0, *header)
+            _HEADER.pack_into(self._bytes(slot), 0, *header)
             if spoil:
-                self.bytes[slot][self.head] ^= 1
+                self._bytes(slot)[self.head] ^= 1
         message = self.slots[slot, : self._end(count)]
         try:
             handle = dist.isend(message, self.hop.peer, group=self.hop.group)
@@ -173,7 +179,7 @@ class Receiver(_Ring):
         return flight.tensor
 
     def _check(self, slot: int, step: int, count: int) -> None:
-        magic, dtype, of_step, rows, row_bytes, checksum = _HEADER.unpack_from(self.bytes[slot], 0)
+        magic, dtype, of_step, rows, row_bytes, checksum = _HEADER.unpack_from(self._bytes(slot), 0)
         named = {
             "step": (of_step, step),
             "rows": (rows, count),
