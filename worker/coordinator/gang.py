@@ -32,6 +32,7 @@ from workerproto.steps import Refusal
 GATHER_S = 0.2  # after the first sign of death: others may tell more of the cause
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
 STOP_S = 5.0  # for a clean end of the ranks after STOP
+STUCK_S = 1.0  # the same, if a step did not end within the drain limit
 ONE_WISH_S = 0.1  # signals to stop that come as close as this are one: a process group gets it, and its leader again
 
 _BRING_UP = {
@@ -356,13 +357,16 @@ class Gang:
                 await asyncio.sleep(0.01)
             self._move(GangEvent.DRAINED)
             self._relay.post(self._relay.stop_ranks)
+            if stuck := bool(self._relay.stream.in_flight):  # they do not come to the end of their stream
+                self._to_all(gm.Stop(ExitCode.OK, "stopped"))
         else:
+            stuck = False
             self._move(GangEvent.STOP)
             self._to_all(gm.Stop(ExitCode.OK, "stopped"))
             self._signal(signal.SIGTERM, [one for one in self.ranks if one.hello is None])  # it hears nothing yet
         if self._at_once:
             self._signal(signal.SIGKILL)
-        for patience, number in ((STOP_S, signal.SIGTERM), (SIGTERM_S, signal.SIGKILL)):
+        for patience, number in ((STUCK_S if stuck else STOP_S, signal.SIGTERM), (SIGTERM_S, signal.SIGKILL)):
             if await self._all_gone(patience):
                 break
             self._signal(number)

@@ -41,6 +41,7 @@ from worker.run_files import Claim, NameInUse, RunFiles
 from worker.step_trace import create_trace_file
 from workerproto.operations import Control
 
+TORCHRUN_DRAIN_S = 15.0
 LAST_WORDS_S = 1.0
 """For what was sent to schedulers to leave."""
 
@@ -51,6 +52,8 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
     """Until the gang has ended; the first cause has then been said on stderr. Raises Failure or ValueError earlier."""
     if config.device == "cuda" and config.memory.sleep and launch.agent is None:
         launch = replace(launch, environment={**launch.environment, **saver_environment(launch.environment)})
+    if launch.agent is not None and config.limits.drain > TORCHRUN_DRAIN_S:  # it kills 30 s after it was asked to stop
+        config = replace(config, limits=replace(config.limits, drain=TORCHRUN_DRAIN_S))
     files = RunFiles(config.name, launch.environment, launch.name, launch.epoch)
     check_faults(launch.environment.get("RANKD_FAULT", ""), [config.topology(r) for r in range(config.world_size)])
     # From the claim on, being asked to stop must not leave files behind: it waits for the loop, which ends in order.

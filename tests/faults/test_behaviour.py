@@ -1,0 +1,341 @@
+"""The table in docs/behaviour.md of what ends a gang: every row is provoked, and none is without a test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.faults.fake_gangs import FAKE, SLACK, fake_gang, prompt_step
+from tests.gang.gangs import QUICK, ROOT, RunningGang, gang, tiny_model
+from workerproto.client import Client
+from workerproto.messages import Result
+
+GONE_S = 2.0
+
+
+class Row(NamedTuple):
+    cause: str
+    code: int
+    message: str
+    bound_s: float
+
+
+def rows() -> list[Row]:
+    text = (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8")
+    lines = text.partition("## What ends a gang")[2].partition("## ")[0].splitlines()
+    cells = [re.split(r" *(?<!\\)\| *", line.strip("| ")) for line in lines if line.startswith("|")][2:]
+    return [Row(cause, int(code), message.strip("`"), float(bound)) for cause, code, message, bound in cells]
+
+
+ROWS = rows()
+
+
+@dataclass
+class Scene:
+    """`began` is set by whoever provokes, at the cause, or when the limit in question has passed."""
+
+    run_dir: Path
+    folder: Path
+    row: Row
+    began: float = 0.0
+
+    def now(self, limit_s: float = 0.0) -> None:
+        self.began = time.monotonic() + limit_s
+
+    def said(self, running: RunningGang, code: int | None = None) -> None:
+        """The row's message is the first of its kind, in time; then all end with the row's code. `code`: of the process
+        that was started, if that is another."""
+        words = "".join(".*" if part == "…" else re.escape(part) for part in re.split("(…)", self.row.message))
+        error = "error: " if self.row.code else ""
+        wanted = re.compile(rf"^rankd: {error}{words}( \((exit code {self.row.code}|.* epoch \d+)\))?$", re.MULTILINE)
+        deadline = max(time.monotonic(), self.began) + self.row.bound_s * SLACK + 1
+        while not (found := wanted.search(running.said)):
+            assert time.monotonic() < deadline, f"{self.row.message}\n is not in\n{running.said}"
+            time.sleep(0.01)
+        assert time.monotonic() - self.began < self.row.bound_s * SLACK
+        if self.row.code:
+            first = re.search(r"^rankd: error: .*$", running.said, re.MULTILINE)
+            assert first is not None
+            assert first[0] == found[0], running.said
+        assert running.wait_exit(GONE_S * SLACK + self.row.bound_s) == (self.row.code if code is None else code)
+        running.wait_nothing_left(GONE_S * SLACK)
+
+    @contextlib.contextmanager
+    def fake(self, *options: str, **more: str) -> Iterator[RunningGang]:
+        with fake_gang(self.run_dir, self.folder, *options, **more) as running:
+            yield running
+
+    @contextlib.contextmanager
+    def ready(self, *options: str, **more: str) -> Iterator[tuple[RunningGang, Client]]:
+        with self.fake(*options, **more) as running:
+            running.wait_ready()
+            with running.client() as client:
+                client.wait_ready(10)
+                yield running, client
+
+    @contextlib.contextmanager
+    def launched(self, *ranks: tuple[int, list[str]]) -> Iterator[RunningGang]:
+        """Ranks as torchrun starts them: two stages, each with its own options."""
+        same = ["--model", str(tiny_model(self.folder / "model")), "-pp", "2", "--name", "g", *QUICK, *FAKE]
+        wanted = json.dumps([[rank, [*same, *options]] for rank, options in ranks])
+        command = [sys.executable, str(ROOT / "tests/faults/plain_launcher.py"), wanted]
+        running = RunningGang(self.run_dir, command, "g", self.folder / "log")
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+PROVOKE: dict[str, Callable[[Scene], None]] = {}
+
+
+def provokes(cause: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
+    def note(act: Callable[[Scene], None]) -> Callable[[Scene], None]:
+        PROVOKE[cause] = act
+        return act
+
+    return note
+
+
+def fails_to_start(scene: Scene, *options: str, **more: str) -> None:
+    scene.now()
+    with scene.fake(*options, **more) as running:
+        scene.said(running)
+
+
+def fails_in_a_step(scene: Scene, do: str, *options: str, at: str = "step", after_s: float = 0.0) -> None:
+    with scene.ready(*options, RANKD_FAULT=f"rank=1;at={at};do={do}") as (running, client):
+        scene.now(after_s)
+        client.submit(prompt_step(1, 0))
+        if after_s:
+            named_by_status(running, stopped="STOP" in do)
+        scene.said(running)
+
+
+def named_by_status(running: RunningGang, *, stopped: bool, phase: str = "step") -> None:
+    """In under a second, and with seconds."""
+    began = time.monotonic()
+    while not (waiting := running.status()["waiting_for"]):
+        assert time.monotonic() - began < 1.0 * SLACK
+    (one,) = waiting
+    assert (one["rank"], one["phase"], one["state"]) == (1, phase, "STOPPED" if stopped else "READY")
+    assert one["seconds"] >= 0
+
+
+@provokes("an option that does not exist, or a bad value")
+def _(scene: Scene) -> None:
+    fails_to_start(scene, "--seed", "x")
+
+
+@provokes("a folder, a configuration or a layout that cannot work")
+def _(scene: Scene) -> None:
+    fails_to_start(scene, "-tp", "5")
+
+
+@provokes("a fault asked for of a rank that does not exist")
+def _(scene: Scene) -> None:
+    fails_to_start(scene, RANKD_FAULT="rank=9;at=step;do=raise")
+
+
+@provokes("weights that are missing or damaged")
+def _(scene: Scene) -> None:
+    scene.now()
+    with gang(scene.run_dir, scene.folder, "--load-format", "auto") as running:
+        scene.said(running)
+
+
+@provokes("a name in use")
+def _(scene: Scene) -> None:
+    with scene.ready("--lease-timeout", "60") as (first, client):
+        (scene.folder / "second").mkdir()
+        scene.now()
+        with fake_gang(scene.run_dir, scene.folder / "second") as second:
+            assert second.wait_exit(10) == scene.row.code
+            line = scene.row.message.replace("…", str(scene.run_dir), 1).replace("…", str(first.pid))
+            assert second.errors() == [line]
+        client.submit(prompt_step(1, 0))
+        assert client.receive(10).seq == 1
+        assert first.process.poll() is None
+
+
+@provokes("a rank raises")
+def _(scene: Scene) -> None:
+    fails_in_a_step(scene, "raise")
+
+
+@provokes("memory runs out")
+def _(scene: Scene) -> None:
+    fails_in_a_step(scene, "raise:MemoryError")
+
+
+@provokes("a rank exits without a word")
+def _(scene: Scene) -> None:
+    fails_in_a_step(scene, "exit:9")
+
+
+@provokes("a rank is killed")
+def _(scene: Scene) -> None:
+    with scene.ready() as (running, _):
+        pid = running.rank_pid(1)
+        scene.now()
+        os.kill(pid, signal.SIGKILL)
+        scene.said(running)
+
+
+@provokes("a rank hangs in a step")
+def _(scene: Scene) -> None:
+    fails_in_a_step(scene, "sleep:60", "--step-timeout", "0.5", after_s=0.5)
+
+
+@provokes("a rank is stopped in a step")
+def _(scene: Scene) -> None:
+    fails_in_a_step(scene, "signal:SIGSTOP", "--step-timeout", "0.5", after_s=0.5)
+
+
+@provokes("a rank is stopped while it has nothing to do")
+def _(scene: Scene) -> None:
+    with scene.ready("--heartbeat-timeout", "0.6") as (running, _):
+        pid = running.rank_pid(1)
+        scene.now(0.6)
+        os.kill(pid, signal.SIGSTOP)
+        named_by_status(running, stopped=True, phase="ready")
+        scene.said(running)
+
+
+def hangs_while_it_starts(scene: Scene, at: str) -> None:
+    scene.now(2)
+    with scene.fake("--startup-timeout", "2", RANKD_FAULT=f"rank=1;at={at};do=sleep:60") as running:
+        scene.said(running)
+
+
+@provokes("a rank hangs while it starts")
+def _(scene: Scene) -> None:
+    hangs_while_it_starts(scene, "load")
+
+
+@provokes("a rank does not come to the roll-call")
+def _(scene: Scene) -> None:
+    hangs_while_it_starts(scene, "boot")
+
+
+@provokes("ranks that run different things")
+def _(scene: Scene) -> None:
+    with scene.launched((0, []), (1, ["--block-size", "32"])) as running:
+        running.wait_said("all ranks run")
+        scene.now()
+        scene.said(running, code=0)
+
+
+@provokes("a rank comes twice")
+def _(scene: Scene) -> None:
+    with scene.launched((0, []), (1, []), (1, [])) as running:
+        running.wait_said("error")
+        scene.now()
+        scene.said(running, code=0)
+
+
+@provokes("ranks that judge a step differently")
+def _(scene: Scene) -> None:
+    fails_in_a_step(scene, "corrupt")
+
+
+@provokes("what arrives from another stage is not what was sent")
+def _(scene: Scene) -> None:
+    fault = "rank=0;at=send;do=corrupt"
+    with gang(scene.run_dir, scene.folder, "--checksum-hops", pp=2, RANKD_FAULT=fault) as running:
+        running.wait_ready()
+        with running.client() as client:
+            client.wait_ready(10)
+            scene.now()
+            client.submit(prompt_step(1, 0))
+            scene.said(running)
+
+
+@provokes("the coordinator is killed")
+def _(scene: Scene) -> None:
+    with scene.launched((0, []), (1, [])) as running:
+        running.wait_ready()
+        (coordinator,) = running.processes("worker.coordinator")
+        scene.now()
+        coordinator.kill()
+        scene.said(running, code=0)
+        assert {f"rank {rank} ended with {scene.row.code}" for rank in (0, 1)} <= set(running.said.splitlines())
+
+
+@provokes("torchrun is killed")
+def _(scene: Scene) -> None:
+    with scene.launched((0, []), (1, [])) as running:
+        running.wait_ready()
+        scene.now()
+        running.process.kill()
+        running.wait_said(f"{scene.row.message} (exit code {scene.row.code})")
+        running.wait_nothing_left(scene.row.bound_s)
+
+
+@provokes("Ctrl-C, SIGTERM or SIGHUP")
+def _(scene: Scene) -> None:
+    with scene.ready() as (running, client):
+        client.submit(prompt_step(1, 0))
+        scene.now()
+        running.process.send_signal(signal.SIGTERM)
+        answer = client.receive(5)
+        while not isinstance(answer.message, Result):
+            answer = client.receive(5)
+        assert answer.seq == 1, "what is in flight is answered"
+        scene.said(running)
+
+
+def asked_while_stuck(scene: Scene, drain_s: float, act: Callable[[RunningGang], Any]) -> None:
+    with scene.ready("--drain-timeout", f"{drain_s}", RANKD_FAULT="rank=1;at=step;do=sleep:60") as (running, client):
+        client.submit(prompt_step(1, 0))
+        named_by_status(running, stopped=False)
+        scene.now()
+        running.process.send_signal(signal.SIGTERM)
+        act(running)
+        scene.said(running)
+
+
+@provokes("the same while a step does not end")
+def _(scene: Scene) -> None:
+    asked_while_stuck(scene, 0.2, lambda running: None)
+
+
+@provokes("the same a second time")
+def _(scene: Scene) -> None:
+    def again(running: RunningGang) -> None:
+        running.wait_said("stopping: SIGTERM")
+        time.sleep(0.2)  # sooner, it would count as the same wish
+        scene.now()
+        running.process.send_signal(signal.SIGTERM)
+
+    asked_while_stuck(scene, 60, again)
+
+
+@provokes("`workerctl up --detach` ends before READY")
+def _(scene: Scene) -> None:
+    with scene.fake("--detach", RANKD_FAULT="rank=1;at=load;do=sleep:60") as running:
+        running.wait_said("all ranks are present")
+        scene.now()
+        running.process.kill()
+        scene.said(running, code=-signal.SIGKILL)
+
+
+def test_every_row_has_a_test_and_every_test_a_row() -> None:
+    assert {row.cause for row in ROWS} == set(PROVOKE)
+    assert len(ROWS) == len(PROVOKE)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.cause for row in ROWS])
+def test_what_ends_a_gang(run_dir: Path, tmp_path: Path, row: Row) -> None:
+    PROVOKE[row.cause](Scene(run_dir, tmp_path, row))
