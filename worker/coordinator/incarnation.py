@@ -60,9 +60,9 @@ class Incarnation:
         self._launch = launch
         self._files = files
         self._say = say
-        self._before = before
+        self._failed_at = before.failed_at if before else None
         ranks = range(config.world_size)
-        records = [create_status_file(files.status(rank)) for rank in ranks]
+        self._records = records = [create_status_file(files.status(rank)) for rank in ranks]
         self.traces = [create_trace_file(files.trace(rank)) for rank in ranks]
         self._control = [bound(context, zmq.DEALER, files.control_endpoint(rank)) for rank in ranks]
         self.gang = Gang(config, files.epoch, relay, records, self.traces, self._send, say, goes_on)
@@ -87,6 +87,11 @@ class Incarnation:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for socket in self._control:
             socket.close(linger=100)
+
+    def release(self) -> None:
+        """Once another has taken its place: each map holds a descriptor."""
+        for mapped in (*self._records, *self.traces):
+            mapped.close()
 
     def _bring_ranks(self) -> None:
         launch, gang = self._launch, self.gang
@@ -123,8 +128,7 @@ class Incarnation:
         await self.gang.ready
         facts, now = self.gang.facts, time.monotonic()
         assert facts is not None
-        failed_at = self._before.failed_at if self._before else None
-        again = "" if failed_at is None else f", {now - failed_at:.1f} s after the failure"
+        again = "" if self._failed_at is None else f", {now - self._failed_at:.1f} s after the failure"
         self._say(
             f"READY in {now - self.gang.started:.1f} s{again}: gang {self._config.name!r}, {facts.model}, "
             f"tp {facts.tp} x pp {facts.pp}, {self._config.dtype} on {self._config.device}, {facts.kv.num_blocks} "

@@ -154,7 +154,7 @@ class _Coordinator:
             task.add_done_callback(lambda task: self._now.task_ended(task))
         self._now.start()
         launch.up()
-        code = await self._live()
+        code = await self._live(relay_trace)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -192,7 +192,7 @@ class _Coordinator:
         self._telemetry.watch(now.traces, relay_trace)
         return now
 
-    async def _live(self) -> ExitCode:
+    async def _live(self, relay_trace: mmap.mmap) -> ExitCode:
         """One incarnation after the other, until one ends in order or is not to be followed."""
         while True:
             gang = self._gang
@@ -208,10 +208,12 @@ class _Coordinator:
             if await self._unwanted_within(self._restarts.take(was_ready=gang.ready.done())):
                 return ExitCode.OK
             self._files = self._files.of_epoch(gang.epoch + 1)
-            relay_trace = create_trace_file(self._files.relay_trace)
+            relay_trace, before, old_trace = create_trace_file(self._files.relay_trace), self._now, relay_trace
             await asyncio.wrap_future(self._relay.restart(self._files, relay_trace))
             gang.restart()
             self._now = self._incarnation(relay_trace, gang)
+            before.release()
+            old_trace.close()
             self._now.start()
 
     async def _unwanted_within(self, seconds: float) -> bool:
