@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -117,6 +118,7 @@ class GangConfig:
 
 def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> GangConfig:
     """Raises ValueError, one line with the value and its bound, for whatever cannot be run."""
+    _check_interfaces(environment)
     whole = {
         "--tensor-parallel-size": options.tensor_parallel_size,
         "--pipeline-parallel-size": options.pipeline_parallel_size,
@@ -197,6 +199,19 @@ def _limits(options: argparse.Namespace) -> Limits:
             f"{options.heartbeat_interval:g}"
         )
     return Limits(**limits)
+
+
+def _check_interfaces(environment: Mapping[str, str]) -> None:
+    """torch would say it much later, and less clearly. gloo takes names; NCCL beginnings, =NAME, or ^ and what not."""
+    there = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = environment.get(variable, "")
+        exact = variable.startswith("GLOO") or wanted.startswith("=")
+        for name in [] if wanted.startswith("^") else filter(None, wanted.removeprefix("=").split(",")):
+            if not any(one == name if exact else one.startswith(name) for one in there):
+                raise ValueError(
+                    f"{variable} is {wanted!r}: this host has no network interface {name!r}, it has {', '.join(there)}"
+                )
 
 
 def _restarts(options: argparse.Namespace) -> RestartPolicy:

@@ -218,6 +218,7 @@ def _refuse_unbuilt(fields: _Fields) -> None:
 def _rope(fields: _Fields) -> RopeConfig:
     name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
     rope = fields.group(name)
+    _refuse_contradictions(fields, rope)
     theta = rope.number("rope_theta", fields.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
@@ -234,6 +235,22 @@ def _rope(fields: _Fields) -> RopeConfig:
         rope.fail("high_freq_factor", high, f"must be above low_freq_factor {low}")
     original = rope.integer("original_max_position_embeddings")
     return RopeConfig(theta, "llama3", rope.number("factor"), low, high, original)
+
+
+def _refuse_contradictions(fields: _Fields, rope: _Fields) -> None:
+    """A file may hold both spellings, as long as they say the same."""
+    theta, other = rope.get("rope_theta", None), fields.get("rope_theta", None)
+    if theta is not None and other is not None and theta != other:
+        fields.fail("rope_theta", other, f"but {rope.prefix}rope_theta is {theta}")
+    old = fields.group("rope_scaling")
+    for group in (rope, old):
+        if "type" in group.values and group.values["type"] != group.get("rope_type", group.values["type"]):
+            group.fail("type", group.values["type"], f"but rope_type is {group.values['rope_type']!r}")
+    spelt = {"type": "rope_type", "rope_type": "type"}  # either way
+    for name, value in old.values.items():
+        of_new = rope.get(name, rope.get(spelt.get(name, name), None))
+        if value is not None and of_new != value:
+            old.fail(name, value, f"but {rope.prefix}{name} is {of_new}")
 
 
 def _sliding_window(fields: _Fields, family: _Family) -> int | None:

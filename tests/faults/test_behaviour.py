@@ -148,6 +148,11 @@ def _(scene: Scene) -> None:
     fails_to_start(scene, RANKD_FAULT="rank=9;at=step;do=raise")
 
 
+@provokes("a network interface that does not exist")
+def _(scene: Scene) -> None:
+    fails_to_start(scene, GLOO_SOCKET_IFNAME="nope0")
+
+
 @provokes("weights that are missing or damaged")
 def _(scene: Scene) -> None:
     scene.now()

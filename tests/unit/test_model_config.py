@@ -132,6 +132,16 @@ def test_context_beyond_the_model(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r'rope_scaling\.rope_type is "yarn", must be default'),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling\.factor is missing"),
         ({"rope_parameters": [1]}, "rope_parameters is"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, r"rope_theta is 100000, but rope_parameters.rope_theta is 500000.0"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_scaling": {"type": "linear", "factor": 4}},
+            r"rope_scaling.factor is 4, but rope_parameters.factor is 2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 4}},
+            r'rope_scaling.type is "linear", but',
+        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 4}}, "but rope_type is 'llama3'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],
 )
