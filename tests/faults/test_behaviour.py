@@ -290,9 +290,10 @@ def _(scene: Scene) -> None:
 
 @provokes("Ctrl-C, SIGTERM or SIGHUP")
 def _(scene: Scene) -> None:
-    with scene.ready() as (running, client):
+    with scene.ready(RANKD_FAULT="rank=1;at=step;do=sleep:1") as (running, client):
         client.submit(prompt_step(1, 0))
-        scene.now()
+        named_by_status(running, stopped=False)  # so it is in flight, and not just sent
+        scene.now(1)
         running.process.send_signal(signal.SIGTERM)
         answer = client.receive(5)
         while not isinstance(answer.message, Result):
