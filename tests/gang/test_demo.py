@@ -85,7 +85,7 @@ def test_one_rank_one_prompt(start: Start) -> None:
     assert (answer["completions"], answer["ranks"]) == ([" Paris"], 1)
 
 
-@pytest.mark.parametrize("launcher", ["coordinator", "torchrun"])
+@pytest.mark.parametrize("launcher", ["coordinator", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_ctrl_c_while_ranks_come_up(start: Start, launcher: str) -> None:
     demo = start("--launcher", launcher)
     wait_for_line(demo.stderr, r" s  [a-z ]+: [a-z]+")  # as in "loading: load": a quick phase is missed
@@ -94,7 +94,9 @@ def test_ctrl_c_while_ranks_come_up(start: Start, launcher: str) -> None:
     assert of_the_gang(demo.pid) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGKILL, -9)]
+)
 def test_ended_by_a_signal_while_it_generates(start: Start, number: signal.Signals, code: int) -> None:
     demo = start("--max-tokens", "4000")
     wait_for_line(demo.stdout, "requests: 3")
