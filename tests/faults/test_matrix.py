@@ -10,7 +10,8 @@ import pytest
 
 from tests.faults.fake_gangs import SLACK, early_client, failure, fake_gang, first_token, next_event, prompt_step
 from workerproto.codec import unpack
-from workerproto.messages import Result, Step
+from workerproto.messages import Done, Result, Step
+from workerproto.operations import Sleep, Wake
 from workerproto.states import Gang
 
 STARTING = ("boot", "rendezvous", "load", "profile", "kv", "warmup")
@@ -27,11 +28,11 @@ CAUSES = {
 
 
 DEATHS = {
-    1: [(0, place) for place in (*STARTING, "step", "sample", "send")],
+    1: [(0, place) for place in (*STARTING, "step", "sample", "send", "sleep", "wake")],
     2: [(1, "recv"), (1, "send"), (0, "step"), (0, "send")],
 }
 """By number of stages: who dies where, an epoch each. One process starts sooner than two."""
-QUICK = [("raise", 1), ("raise", 2), ("exit:9", 1), ("signal:SIGKILL", 1), ("signal:SIGKILL", 2), ("signal:SIGABRT", 1)]
+QUICK = [("raise", 1), ("raise", 2), ("exit:9", 1), ("signal:SIGKILL", 1)]
 
 
 @pytest.mark.parametrize(
@@ -45,15 +46,23 @@ def test_death_in_every_phase(run_dir: Path, tmp_path: Path, do: str, pp: int) -
     with fake_gang(run_dir, tmp_path, "--max-restarts", str(len(deaths)), pp=pp, RANKD_FAULT=faults) as running:
         with early_client(running) as client:
             for epoch, (rank, place) in enumerate(deaths, 1):
-                sequence = None
+                sequence, phase = None, place
                 if place not in STARTING:
                     client.wait_ready(20)
                     began = time.monotonic()
+                if place in ("sleep", "wake"):
+                    phase = "operation"
+                    client.control(Sleep(1))
+                    if place == "wake":
+                        while not isinstance(client.receive(10).message, Done):
+                            pass
+                        client.control(Wake())
+                elif place not in STARTING:
+                    phase = "step"
                     sequence = client.submit(prompt_step(1, 0))
                 seen, fault = failure(client, 20)
-                phase = place if sequence is None else "step"
                 assert (seen, fault.code, fault.rank, fault.phase) == (epoch, code, rank, phase), running.said
-                assert sequence is None or time.monotonic() - began < 1.0 * SLACK
+                assert place in STARTING or time.monotonic() - began < 1.0 * SLACK
                 assert fault.step == sequence
                 assert fault.message == line.format(place=place)
                 assert bool(fault.traceback) == (do == "raise")

@@ -7,4 +7,4 @@ from tests.faults.soak import soak
 
 def test_deaths_in_a_row(run_dir: Path, tmp_path: Path) -> None:
     """`./scripts/soak` does the same for longer."""
-    assert len(soak(run_dir, tmp_path, kills=8, seed=1)) == 8
+    assert len(soak(run_dir, tmp_path, kills=6, seed=1)) == 6

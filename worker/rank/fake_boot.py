@@ -8,9 +8,28 @@ from __future__ import annotations
 from worker.execution.fake_runner import FakeRunner
 from worker.gang_messages import KvOffer, Loaded, Phase, Warm
 from worker.rank.answers import Answers
-from worker.rank.operations import Operations
+from worker.rank.operations import Operations, Perform, Report
 from worker.rank.seat import Seat, step_limits
 from worker.rank.step_loop import StepLoop
+from workerproto.operations import Sleep, Wake
+
+
+class _FakeMemory(Operations):
+    """It has none to give back, but forgets what it held all the same."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def sleep(self, operation: Sleep) -> Perform:
+        return self._forget
+
+    def wake(self, operation: Wake) -> Perform:
+        return self._forget
+
+    def _forget(self) -> Report:
+        self._runner.reset()
+        return {}
 
 
 def bring_up(seat: Seat) -> StepLoop:
@@ -39,7 +58,7 @@ def bring_up(seat: Seat) -> StepLoop:
     )  # fmt: skip
     loop = StepLoop(
         seat.steps(), runner, limits, seat.place.epoch, answers,
-        status=seat.status, report=seat.control.report, fault_points=seat.fault_points, operations=Operations(),
+        status=seat.status, report=seat.control.report, fault_points=seat.fault_points, operations=_FakeMemory(runner),
     )  # fmt: skip
     seat.status.enter("ready")
     seat.control.report(Phase("ready"))
