@@ -60,7 +60,7 @@ def test_logits_are_those_of_one_rank(
     if not SHARED and torch.cuda.device_count() < tp * pp:
         pytest.skip(f"needs {tp * pp} GPUs, or an NCCL that shares one")
     if SHARED and (dtype == "float32" or max(tp, pp) > 2):
-        pytest.skip("on a shared GPU, where a collective takes milliseconds, the rest has shown it")
+        pytest.skip("takes a GPU for each rank: on a shared one a collective takes milliseconds")
     found, expected = run(tp, pp, dtype, folder, tmp_path / "found.npz"), alone[dtype]
     largest = np.abs(expected["logits"]).max(-1)
     errors = np.abs(found["logits"] - expected["logits"]).max(-1) / largest

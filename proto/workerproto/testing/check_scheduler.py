@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from workerproto.rundir import ipc_endpoint
-from workerproto.testing.conformance_link import NotProvoked, Unmet
+from workerproto.testing.conformance_link import outcome_of
 from workerproto.testing.ending_gangs import ENDINGS
 from workerproto.testing.fake_worker import FakeWorker
 from workerproto.testing.hostile_gangs import HOSTILE
@@ -77,13 +77,7 @@ def outcomes(scheduler: Scheduler, *, limit_s: float = 5.0, only: Container[str]
 
 
 def _judge(gang: Scenario, end: Ended) -> Outcome:
-    try:
-        gang.verdict(end)
-    except Unmet as unmet:
-        return Outcome(gang.rule, False, str(unmet))
-    except NotProvoked as reason:
-        return Outcome(gang.rule, None, str(reason))
-    return Outcome(gang.rule, True)
+    return outcome_of(gang.rule, lambda: gang.verdict(end))
 
 
 def _run(scheduler: Scheduler, gang: Scenario, limit_s: float) -> Ended:

@@ -17,7 +17,7 @@ from workerproto.testing.conformance_bench import Bench, Rule
 from workerproto.testing.conformance_control import OPERATIONS
 from workerproto.testing.conformance_frames import FRAMES
 from workerproto.testing.conformance_leases import LEASES
-from workerproto.testing.conformance_link import Link, NotProvoked, Unmet
+from workerproto.testing.conformance_link import Link, Unmet, outcome_of
 from workerproto.testing.conformance_refusals import REFUSALS
 from workerproto.testing.conformance_sample import SAMPLES
 from workerproto.testing.conformance_steps import STEPS
@@ -59,13 +59,7 @@ def outcomes(endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None
 
 def _try(rule: Rule, bench: Bench) -> Outcome:
     with closing(bench):
-        try:
-            rule.run(bench)
-        except Unmet as unmet:
-            return Outcome(rule.name, False, str(unmet))
-        except NotProvoked as reason:
-            return Outcome(rule.name, None, str(reason))
-    return Outcome(rule.name, True)
+        return outcome_of(rule.name, lambda: rule.run(bench))
 
 
 def _attaches(endpoint: str, limit_s: float) -> bool:

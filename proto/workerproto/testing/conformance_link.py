@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 import zmq
@@ -24,6 +25,7 @@ from workerproto.messages import (
     Step,
     Welcome,
 )
+from workerproto.testing.report import Outcome
 
 MAX_FRAME_BYTES = 64 * 2**20
 M = TypeVar("M", bound=Struct)
@@ -35,6 +37,17 @@ class Unmet(Exception):
 
 class NotProvoked(Exception):
     """Nothing can be said about the rule with this worker; the message says why."""
+
+
+def outcome_of(rule: str, judge: Callable[[], object]) -> Outcome:
+    """What `judge` says of the rule by returning or by what it raises."""
+    try:
+        judge()
+    except Unmet as unmet:
+        return Outcome(rule, False, str(unmet))
+    except NotProvoked as reason:
+        return Outcome(rule, None, str(reason))
+    return Outcome(rule, True)
 
 
 def require(holds: object, instead: str) -> None:
