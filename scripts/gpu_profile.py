@@ -1,6 +1,6 @@
 """Time one rank in process on one GPU, and show where the device's time goes: no scheduler, no sockets.
 
-usage: gpu_bench.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
+usage: gpu_profile.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
 Step k + 1 is launched while step k runs, as a scheduler with credit for two does. Correctness is tests/gpu's; what a
 scheduler sees is scripts/bench gpu's.
 """
