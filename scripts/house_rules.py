@@ -16,6 +16,9 @@ RULES = {
     "an exception to a linter gives its code and its reason": re.compile(
         r"# *(?:noqa|type: *ignore)(?:(?!:|\[)|(?:: *[A-Z0-9, ]+|\[[a-z, -]+\])\s*$)"
     ),
+    "a process is stopped by tests.processes.stop, which waits until it is": re.compile(
+        r"\.suspend\(|\bkill(?:pg)?\([^,]+, signal\.SIGSTOP\)"
+    ),
 }
 RULES_FOR_ANY_TEXT = {
     "a path of one machine": re.compile(r"(?<![\w.}~])/(?:home|root|work|Users|opt/pypi)/\w|/tmp/(?:bp|venv)"),

@@ -18,6 +18,7 @@ import pytest
 
 from tests.faults.fake_gangs import FAKE, SLACK, fake_gang, prompt_step
 from tests.gang.gangs import QUICK, ROOT, RunningGang, gang, tiny_model
+from tests.processes import stop
 from workerproto.client import Client
 from workerproto.messages import Result
 
@@ -213,7 +214,7 @@ def _(scene: Scene) -> None:
     with scene.ready("--heartbeat-timeout", "0.6") as (running, _):
         pid = running.rank_pid(1)
         scene.now(0.6)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         named_by_status(running, stopped=True, phase="ready")
         scene.said(running)
 

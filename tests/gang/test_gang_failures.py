@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.gang.gangs import QUICK, RunningGang, environment, gang, tiny_model, workerctl
+from tests.processes import stop
 from workerproto.client import Client
 from workerproto.messages import Event, Fault, Step
 from workerproto.states import Gang as GangState
@@ -86,7 +87,7 @@ def test_name_is_free_after_everything_was_killed(run_dir: Path, tmp_path: Path)
     with gang(run_dir, tmp_path) as running:
         running.wait_ready()
         for process in [psutil.Process(running.pid), *running.family]:
-            process.suspend()  # so that none can sweep up
+            stop(process.pid)  # so that none can sweep up
         for process in [psutil.Process(running.pid), *running.family]:
             process.kill()
         psutil.wait_procs(running.family, timeout=5)
@@ -117,7 +118,7 @@ def test_status_while_a_rank_is_stuck(run_dir: Path, tmp_path: Path) -> None:
         stuck = psutil.Process(running.rank_pid(1))
         with running.client() as client:
             client.wait_ready(10)
-            stuck.suspend()
+            stop(stuck.pid)
             client.submit(Step())
             began = time.monotonic()
             answer = running.status()

@@ -25,6 +25,7 @@ from textual.widgets import DataTable, RichLog
 
 from tests.gang.gangs import ROOT, RunningGang, gang, workerctl
 from tests.gang.test_gang_serving import decode, prompt
+from tests.processes import stop
 from worker.ctl.top_app import TopApp
 from worker.run_files import RunFiles
 from workerproto.client import Client
@@ -128,7 +129,7 @@ def paths(value: Any, where: str = "") -> Iterator[str]:
 
 def test_a_stopped_rank_is_shown_as_stopped(serving: RunningGang) -> None:
     pid = serving.rank_pid(1)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         assert serving.status()["ranks"][1]["state"] == "STOPPED"
         table = workerctl(serving.run_dir, "status", "--name", "g")
@@ -289,7 +290,7 @@ def test_probes(serving: RunningGang) -> None:
     assert fetch(serving, "/readyz") == (200, "READY\n")
     assert fetch(serving, "/else")[0] == 404
     pid = serving.rank_pid(0)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         assert fetch(serving, "/readyz") == (503, "rank 0 is STOPPED\n")
         assert fetch(serving, "/healthz")[0] == 200, "alive, and making progress, are two facts"

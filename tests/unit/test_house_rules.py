@@ -24,6 +24,8 @@ def found(tmp_path: Path, line: str, name: str = "a.py") -> list[str]:
         "from a import b  # no" + "qa: F401",
         "x = f()  # ty" + "pe: ignore[no-any-return]",
         "x = f()  # ty" + "pe: ignore",
+        "os.kill(pid, sig" + "nal.SIGSTOP)",
+        "process.sus" + "pend()",
         'model = "' + "/home" + '/me/model"',
         'source = "https://' + 'pypi.org/simple"',
     ],

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.processes import stop
 from worker.rank.stacks import SIGNAL, collect
 
 BLOCKED = """
@@ -56,8 +57,7 @@ def test_a_process_that_holds_the_gil_in_c(blocked: subprocess.Popen[str]) -> No
 
 
 def test_a_stopped_process_says_why_it_cannot(blocked: subprocess.Popen[str]) -> None:
-    os.kill(blocked.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, blocked.pid, os.WSTOPPED | os.WNOWAIT)
+    stop(blocked.pid)
     began = time.perf_counter()
     assert "stopped (SIGSTOP)" in collect([blocked.pid])[blocked.pid]
     assert time.perf_counter() - began < 1.5
