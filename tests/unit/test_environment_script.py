@@ -26,5 +26,6 @@ def test_what_others_made_is_not_emptied(tmp_path: Path, linked: bool, complaint
     )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"error: {venv} ") and complaint in last
+    assert last.startswith(f"error: {venv} ")
+    assert complaint in last
     assert (place / "kept").exists()
