@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from workerproto.curve import CurveKeys
 from workerproto.fields import EMPTY, Packed
@@ -29,6 +30,11 @@ from workerproto.states import Gang, RemoteStateError
 _PARTING_S = 0.2
 _LOOK_S = 0.5
 """While nothing comes: how often to look whether the peer is still there."""
+_LOOK_EARLY_S = 0.05
+"""The same before the lease is held: a gang that does not take the client's key never answers."""
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _NOW, _MORE = int(zmq.DONTWAIT), int(zmq.SNDMORE | zmq.DONTWAIT)
 MAX_FRAME_BYTES = 64 * 2**20
 """Hard limit of one frame; a peer that sends more is disconnected."""
@@ -40,6 +46,10 @@ class ClientError(ValueError):
 
 class NoSuchGang(ClientError):
     """Nothing listens there."""
+
+
+class HandshakeFailed(ClientError):
+    """Somebody listens there, and did not take this client's key, or has another than the client was told."""
 
 
 class LeaseHeld(ClientError):
@@ -88,7 +98,7 @@ class Client:
         self._socket.setsockopt(zmq.RCVHWM, 1024)
         if keys is not None:
             keys.apply(self._socket)
-        self._disconnects: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._endings: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
         self._next_ping = 0.0
         self._silent_since = 0.0
 
@@ -134,14 +144,13 @@ class Client:
         self.close()
 
     def attach(self) -> Welcome:
-        """Get the lease. Raises NoSuchGang, LeaseHeld, TimedOut, or another ClientError if the gang refuses."""
+        """Get the lease. Raises NoSuchGang, HandshakeFailed, LeaseHeld, TimedOut, or another ClientError if the gang refuses."""
         path = self.endpoint.removeprefix("ipc://")
         if path != self.endpoint and not Path(path).exists():
             raise NoSuchGang(f"no gang listens at {self.endpoint}")
         self._socket.connect(self.endpoint)
         self._send(self._session.hello(self._name, self._takeover))
-        keys = "; does it know this client's key, and is its own the right one?" if self.endpoint[:3] == "tcp" else ""
-        received = self._next(self._timeout, f"no answer from {self.endpoint} within {self._timeout:g} s{keys}")
+        received = self._next(self._timeout, f"no answer from {self.endpoint} within {self._timeout:g} s")
         message = received.message
         if isinstance(message, Error):
             held = message.code is ErrorCode.LEASE_HELD
@@ -231,10 +240,11 @@ class Client:
             wait = self._keep_alive()
             if limit is not None:
                 wait = min(wait, max(0.0, limit - time.monotonic()))
-            if not self._socket.poll(int(min(wait, _LOOK_S) * 1000 + 0.999)):
+            look = _LOOK_S if self._session.held else _LOOK_EARLY_S
+            if not self._socket.poll(int(min(wait, look) * 1000 + 0.999)):
+                self._look_for_peer()
                 if limit is not None and time.monotonic() >= limit:
                     raise TimedOut(overdue)
-                self._look_for_peer()
                 continue
             self._silent_since = 0.0
             received, reply = self._session.receive(self._socket.recv_multipart())
@@ -245,10 +255,15 @@ class Client:
 
     def _look_for_peer(self) -> None:
         """A lease is bound to its connection: if the peer's process is gone, so is the lease, and no ping need wait."""
-        if self._disconnects.poll(0) and not self._socket.poll(0):
+        if self._endings.poll(0) and not self._socket.poll(0):
             if self._session.held:
                 self._session.lapse()
                 raise LeaseLost(f"{self.endpoint} has closed the connection: its process is gone")
+            if recv_monitor_message(self._endings)["event"] & _HANDSHAKE_FAILED:
+                raise HandshakeFailed(
+                    f"{self.endpoint} has refused the connection: does it know this client's key, and is its own the "
+                    "right one?"
+                )
             raise NoSuchGang(f"{self.endpoint} has closed the connection without an answer")
 
     def _keep_alive(self) -> float:
