@@ -144,7 +144,7 @@ class Client:
         self.close()
 
     def attach(self) -> Welcome:
-        """Get the lease. Raises NoSuchGang, HandshakeFailed, LeaseHeld, TimedOut, or another ClientError if the gang refuses."""
+        """Get the lease. Raises NoSuchGang, HandshakeFailed, LeaseHeld, TimedOut, or another ClientError."""
         path = self.endpoint.removeprefix("ipc://")
         if path != self.endpoint and not Path(path).exists():
             raise NoSuchGang(f"no gang listens at {self.endpoint}")
