@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 
-from tests.gang.stage_runs import make_runner, run_workload
+from tests.gang.stage_runs import make_runner, model_config, run_workload
 from tests.gang.workload import LIMITS, accepted_steps
 from worker.execution.batch import inputs_of, samples_of
+from worker.execution.make_runner import make_runner as make_on_cpu
 from worker.execution.model_runner import ModelRunner
+from worker.execution.runner import RunnerConfig
 from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
-from worker.parallel.groups import make_groups
+from worker.memory.probe import ProbeSettings
+from worker.memory.simulated_device import SimulatedDevice
+from worker.parallel.collectives import TensorParallel
+from worker.parallel.groups import Groups, make_groups
 from worker.topology import Topology
+from worker.weights import DummyWeights, load_weights
 from workerproto.messages import Sampling
-from workerproto.steps import AcceptedStep, StartedRequest
+from workerproto.steps import AcceptedStep, RequestTable, StartedRequest
 from workerproto.validate import StepValidator
 
 CPU = torch.device("cpu")
@@ -124,6 +131,49 @@ def test_profiling_runs_the_largest_step_and_leaves_no_trace(runner: ModelRunner
     before = run_workload(runner).tokens
     runner.profile()
     assert run_workload(runner).tokens == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_few_layers_and_draws_take_what_all_do(dtype: torch.dtype, stage: int) -> None:
+    topology, limits = Topology(stage, 1, 2, (5, 6)), (16, 96, 24, 24, 128, 3, 20)
+    model = replace(model_config(2), layers=11)
+    runner = make_on_cpu(model, topology, RunnerConfig(dtype, CPU, *limits), Groups(TensorParallel()))
+    runner.load(lambda decoder: load_weights(decoder, DummyWeights(3)))
+    probe = SimulatedDevice(ProbeSettings(CPU, 0, 1 << 30))
+    assert isinstance(runner, ModelRunner)
+    peaks = []
+    for layers, draws in ((runner.rehearsed_layers, runner.rehearsed_draws), (None, None)):
+        runner.rehearsed_layers, runner.rehearsed_draws = layers, draws
+        with probe.peak() as peak:
+            runner.profile()
+        peaks.append(peak.bytes)
+    assert peaks[0] == peaks[1] > 0
+
+
+def test_no_step_takes_more_than_the_rehearsed_one(runner: ModelRunner) -> None:
+    probe, longest = SimulatedDevice(ProbeSettings(CPU, 0, 1 << 30)), LIMITS.max_model_len
+    runner.allocate(LIMITS.num_blocks)
+    table = RequestTable(LIMITS)
+    table.blocks[:] = np.random.default_rng(1).permutation(longest // LIMITS.block_size)
+    drawn = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=LIMITS.logprobs)
+    started = [StartedRequest(s, s, np.arange(longest, dtype=np.int32) % 101, 0, drawn) for s in range(LIMITS.rows)]
+    steps = {
+        "all at the end": [(slot, longest - 1, 1, 1) for slot in range(LIMITS.rows)],
+        "a prompt's end": [(0, longest - LIMITS.tokens, LIMITS.tokens, 1)],
+        "prompts": [(slot, 0, LIMITS.tokens // LIMITS.rows, 1) for slot in range(LIMITS.rows)],
+        "both": [*((slot, longest - 1, 1, 1) for slot in range(LIMITS.rows - 1)), (7, longest - 33, 33, 1)],
+    }
+    with probe.peak() as rehearsed:
+        runner.profile()
+    for name, rows in steps.items():
+        runner.reset()
+        forced = range(sum(count for _, _, count, _ in rows))
+        step = step_of(1, [(*row[:3], 3) for row in rows], forced=forced, started=started)
+        with probe.peak() as peak:
+            runner.execute(step, table)
+        assert 0 < peak.bytes <= rehearsed.bytes, name
+    runner.reset()
 
 
 def test_the_number_of_blocks_follows_from_bytes(runner: ModelRunner) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker.layers.attention import AttentionBatch, Rows
+from worker.layers.attention import MOST_GATHERED, AttentionBatch, Rows
 from worker.layers.sdpa_attention import SdpaAttention
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 6, 2, 32
@@ -42,6 +42,14 @@ def test_places_of_blocks_change_nothing(blocks: list[list[int]], position: int,
 
     scattered = [[4, 0, 2], [9, 7, 10]][:rows]
     assert torch.equal(attended(blocks), attended(scattered))
+
+
+def test_rows_that_share_a_long_prefix_are_not_gathered_at_once() -> None:
+    backend, rows, length = SdpaAttention(torch.float32, HEADS, KV_HEADS, DIM), 5, MOST_GATHERED // 2
+    ones, tables = np.ones(rows, np.int32), np.tile(np.arange(length // BLOCK, dtype=np.int32), (rows, 1))
+    plan = backend.plan(Rows(np.arange(rows + 1, dtype=np.int32), ones * (length - 1), ones, tables, BLOCK))
+    assert [group.length for group in plan.decode] == [length] * 3
+    assert [len(group.rows) for group in plan.decode if group.rows is not None] == [2, 2, 1]
 
 
 def test_what_lies_in_one_piece_is_not_copied() -> None:

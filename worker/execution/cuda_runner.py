@@ -96,6 +96,7 @@ class CudaRunner(ModelRunner):
     """See `Runner`."""
 
     behind = True
+    rehearsed_layers = rehearsed_draws = None  # an allocator, kernels and libraries take memory too
 
     def __init__(self, model_config: ModelConfig, topology: Topology, config: RunnerConfig, groups: Groups) -> None:
         if config.max_steps_in_flight > MOST_STEPS_IN_FLIGHT:

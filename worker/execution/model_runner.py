@@ -15,7 +15,7 @@ from torch import Tensor
 from worker.execution import dummy
 from worker.execution.batch import Inputs, Samples, inputs_of, rows_of, samples_of
 from worker.execution.runner import BlockTable, PendingOutput, RunnerConfig, StepOutput, StepTimings
-from worker.execution.sampler import Logprobs, Sampled, SamplingRows, sample
+from worker.execution.sampler import ROWS_AT_ONCE, Logprobs, Sampled, SamplingRows, sample
 from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
 from worker.memory.kv_cache import KVCacheShape
@@ -48,6 +48,10 @@ class ModelRunner:
     """See `Runner`. One stage's model, its KV cache, and its ends of the hops to the stages before and after."""
 
     behind = False
+    # Where live tensors are what takes memory, a layer or a draw takes what the one before has given back: the second
+    # takes what all later ones do, to the byte (tests/unit/test_model_runner.py). None: all are rehearsed.
+    rehearsed_layers: int | None = 2
+    rehearsed_draws: int | None = 2 * ROWS_AT_ONCE["cpu"]
 
     def __init__(self, model_config: ModelConfig, topology: Topology, config: RunnerConfig, groups: Groups) -> None:
         if config.max_logprobs > model_config.vocab:
@@ -113,12 +117,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def profile(self) -> None:
-        """All the tokens a step may have, as prompts as long as may be; then the dearest sampling for as many rows."""
+        """All the tokens and the longest contexts that a step may have; then the dearest sampling."""
         config, vocab = self.config, self.model_config.vocab
         rows = dummy.largest_rows(config)
         num_blocks = int(rows.block_tables.max()) + 1
         # All layers write into the same cache: what they compute does not matter here, and only one has to fit.
-        caches = replace(self.kv_shape, layers=1).allocate(num_blocks, config.device) * len(self.model.layers)
+        layers = len(self.model.layers[: self.rehearsed_layers])
+        caches = replace(self.kv_shape, layers=1).allocate(num_blocks, config.device) * layers
         tokens = int(rows.query_start[-1])
         generator = torch.Generator().manual_seed(0)
         if self.topology.is_first_stage:
@@ -128,7 +133,8 @@ class ModelRunner:
         hidden = self.model.forward(hidden, self._attention(rows), caches)
         if self.topology.is_last_stage:
             sampled = min(config.max_rows, tokens)
-            self._rehearse_sampling(hidden[:sampled], dummy.dearest_sampling(sampled, config.max_logprobs))
+            sampling = dummy.dearest_sampling(sampled, config.max_logprobs, self.rehearsed_draws)
+            self._rehearse_sampling(hidden[:sampled], sampling)
 
     def _rehearse_sampling(self, hidden: Tensor, sampling: SamplingRows) -> None:
         self._sample(hidden, sampling)

@@ -28,7 +28,7 @@ from workerproto.masks import Masks
 
 _ONE = 1 << 40
 # Rows are taken a few at a time: each needs several int64 arrays of the vocabulary's size. Caches of CPUs are small.
-_ROWS_AT_ONCE = {"cpu": 4, "cuda": 64}
+ROWS_AT_ONCE = {"cpu": 4, "cuda": 64}
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -102,7 +102,7 @@ def draw_(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:
     if not len(random):
         return
     uniform = uniforms(rows.seed[random], rows.position[random])
-    at_once = _ROWS_AT_ONCE[logits.device.type]
+    at_once = ROWS_AT_ONCE[logits.device.type]
     for start in range(0, len(random), at_once):
         part = slice(start, start + at_once)
         index = random[part]

@@ -12,6 +12,10 @@ from torch import Tensor
 
 Int32 = NDArray[np.int32]
 
+MOST_GATHERED = 1 << 16
+"""Positions whose keys and values are copied together at most, where they are not read where they lie; one row may have
+more. So what a step takes is bounded by its limits, however many rows share one long prefix."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

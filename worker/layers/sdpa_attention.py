@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.layers.attention import AttentionBatch, Rows
+from worker.layers.attention import MOST_GATHERED, AttentionBatch, Rows
 
 # One more call costs a layer about as much as gathering and reading this many padding tokens.
 PADDING_WORTH_A_CALL = 256
@@ -145,7 +145,8 @@ def _places(slots: NDArray[np.int64]) -> Tensor | slice:
 
 
 def _similar(rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> list[NDArray[np.intp]]:
-    """Groups of rows, longest first, each padded to its longest; one ends where padding would cost more than a call.
+    """Groups of rows, longest first, each padded to its longest; one ends where padding would cost more than a call, or
+    at `MOST_GATHERED`.
 
     The rows of a group keep their order in the step.
     """
@@ -153,7 +154,8 @@ def _similar(rows: NDArray[np.intp], lengths: NDArray[np.int32]) -> list[NDArray
     order = np.argsort(-lengths, kind="stable")
     while len(order):
         padding = np.cumsum(lengths[order[0]] - lengths[order])
-        taken = int(np.searchsorted(padding, PADDING_WORTH_A_CALL, side="right"))
+        most = max(1, MOST_GATHERED // int(lengths[order[0]]))
+        taken = min(most, int(np.searchsorted(padding, PADDING_WORTH_A_CALL, side="right")))
         groups.append(np.sort(rows[order[:taken]]))
         order = order[taken:]
     return groups

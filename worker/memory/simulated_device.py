@@ -53,6 +53,12 @@ class _Watch(TorchDispatchMode):
         self.live = self.most = 0
         self._seen = there
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks. To skip its compiler it would import it, which takes a second and leaves objects by the hundred
+        thousand for every later reading to walk; nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, operation: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -154,12 +154,13 @@ class Decoder:
         return self.embedding(token_ids)
 
     def forward(self, hidden: Tensor, batch: AttentionBatch, caches: list[Tensor]) -> Tensor:
-        """[T, hidden] -> [T, hidden] through this stage's layers, each with its cache (see `worker.memory.kv_cache`).
+        """[T, hidden] -> [T, hidden] through this stage's layers, each with its cache (see `worker.memory.kv_cache`);
+        through the first of them where there are caches for no more.
 
         `hidden` is not written; the result is a tensor of its own.
         """
         rotation, update = self.ops.rotation(self.rotary, batch.positions), None
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers[: len(caches)], caches, strict=True):
             hidden, update = layer(hidden, update, rotation, batch, cache)
         assert update is not None
         return update.add_(hidden)
