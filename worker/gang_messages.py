@@ -33,7 +33,9 @@ class Envelope(NamedTuple):
 
 
 def seal(kind: int, flags: int, epoch: int, seq: int, named: int = 0) -> bytes:
-    """24 bytes. The lease is not the ranks' business; of a Sample there stands what the scheduler calls its step."""
+    """24 bytes. The lease is not the ranks' business; in its place stands what the scheduler calls the step that this
+    is, or, of a Sample, the one that it is for.
+    """
     return _HEADER.pack(MAGIC, VERSION, kind, flags, epoch, named & 0xFFFFFFFF, seq)
 
 

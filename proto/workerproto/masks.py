@@ -16,10 +16,11 @@ _SAMPLE = int(RowFlag.SAMPLE)
 
 
 class OpenStep(NamedTuple):
-    """An accepted step that waits for its masks. ids: int32, of its rows."""
+    """An accepted step that waits for its masks. ids: int32, of its rows. name: its sender's, modulo 2^32."""
 
     step: AcceptedStep
     ids: Int32Array
+    name: int
 
 
 class Masks(NamedTuple):
@@ -41,14 +42,14 @@ def words_of(vocabulary: int) -> int:
     return -(-vocabulary // WORD_BITS)
 
 
-def judge_sample(waiting: OpenStep, body: bytes | memoryview, named: int, vocabulary: int) -> Masks:
-    """Raises Refusal. `named`: what the sender calls the open step; compared modulo 2^32."""
+def judge_sample(waiting: OpenStep, body: bytes | memoryview, vocabulary: int) -> Masks:
+    """Raises Refusal."""
     try:
         sample = cast(Sample, decode_body(Kind.SAMPLE, body))
     except WireError as error:
         bound = "one array: step, rows, masks"
         raise Refusal(RefusalCode.MALFORMED, str(error), error.field, f"{len(body)} bytes", bound) from None
-    if (sample.step ^ named) & 0xFFFFFFFF:
+    if sample.step & 0xFFFFFFFF != waiting.name:
         message = f"step {sample.step} does not wait for masks"
         raise Refusal(RefusalCode.BAD_STEP, message, "step", sample.step, "the step that waits for its Sample")
     for field, packed in (("rows", sample.rows), ("masks", sample.masks)):

@@ -76,7 +76,7 @@ class Session:
         self._unanswered: deque[int] = deque()
         self._operation = 0  # sequence of the Control that is unanswered
         self._open = 0  # sequence of the step whose Sample comes next
-        self._sent_sample = (0, 0)  # the last Sample, and the step that it is for
+        self._samples: dict[int, int] = {}  # those sent, and the steps that they are for, until these are answered
 
     @property
     def held(self) -> bool:
@@ -127,8 +127,8 @@ class Session:
         """The masks of the step that waits for them, as in `Sample`. Raises LocalStateError if none does."""
         if not self.held or not self._open:
             raise LocalStateError("no step waits for a Sample")
-        self._sent_sample, self._open = (self._next_seq, self._open), 0
-        return self._ordered(Kind.SAMPLE, Sample(self._sent_sample[1], rows, masks))
+        self._samples[self._next_seq], step, self._open = self._open, self._open, 0
+        return self._ordered(Kind.SAMPLE, Sample(step, rows, masks))
 
     def _judge_open(self) -> None:
         if self._open:
@@ -227,12 +227,16 @@ class Session:
             if isinstance(message, Result):
                 raise RemoteStateError(f"Result {header.seq} came: that step waits for its Sample")
             self._open = 0
+        if self._samples:
+            self._samples = {sample: step for sample, step in self._samples.items() if step != header.seq}
         return Received(self._unanswered.popleft(), message)
 
     def _reopens(self, sample: int) -> bool:
-        """Whether this was the last Sample: its step then waits for another."""
-        sent, step = self._sent_sample
-        if sample != sent or step not in self._unanswered:
+        """Whether this was a Sample: its step then waits for another. One that was sent behind it meanwhile, and has no
+        Sample yet, needs none any more.
+        """
+        step = self._samples.pop(sample, 0)
+        if step not in self._unanswered:
             return False
         self._open = step
         return True
@@ -252,7 +256,7 @@ class Session:
                 self._open = 0
             # Steps sent behind it are in error too, each by an Error of its own: the lowest is the one to go on with.
             self._next_seq = min(self._next_seq, error.seq)
-        elif error.seq == self._sent_sample[0] and error.code is not ErrorCode.BAD_EPOCH:
+        elif error.seq in self._samples and error.code is not ErrorCode.BAD_EPOCH:
             self._reopens(error.seq)
             self._next_seq = min(self._next_seq, error.seq)
         return Received(error.seq, error)
@@ -269,7 +273,7 @@ class Session:
             # Answers everything that is open: its effect is lost, and a next epoch goes on behind the last answer.
             self._unanswered.clear()
             self._operation = self._open = 0
-            self._sent_sample = (0, 0)
+            self._samples.clear()
             self._next_seq = event.last_answered + 1
             self.facts = None
 

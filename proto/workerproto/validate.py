@@ -86,9 +86,11 @@ class StepValidator:
         """Blocks that have an owner."""
         return self._blocks.used
 
-    def check(self, sequence: int, header_flags: int, body: bytes | memoryview) -> AcceptedStep:
+    def check(
+        self, sequence: int, header_flags: int, body: bytes | memoryview, named: int | None = None
+    ) -> AcceptedStep:
         """Accept the step of this sequence and carry it out on the bookkeeping, or raise Refusal and leave that
-        untouched.
+        untouched. named: what its sender calls it, if not by this sequence.
         """
         try:
             self._judge_flags(header_flags)
@@ -105,20 +107,20 @@ class StepValidator:
         self._transaction.commit()
         self._refused_by = 0
         if header_flags & _SAMPLE_FOLLOWS:
-            self.open = OpenStep(accepted, unpack(step.ids))
+            self.open = OpenStep(accepted, unpack(step.ids), (sequence if named is None else named) & 0xFFFFFFFF)
         self.digest = zlib.crc32(body, zlib.crc32(b"%d" % sequence, self.digest))
         return accepted
 
     def check_sample(self, sequence: int, body: bytes | memoryview, named: int) -> Masks | None:
-        """Accept the masks of the open step, which is then no longer open; None if there is none, since the step that
-        they are for was refused. Raises Refusal, which leaves the step open for other masks.
+        """Accept the masks of the open step, which is then no longer open; None if it is another that they are for,
+        which was refused. Raises Refusal, which leaves the step open for other masks.
 
-        named: what the sender calls the open step, modulo 2^32.
+        named: what its sender calls the step that it is for, by its place in the stream; modulo 2^32.
         """
-        if self.open is None:
+        if self.open is None or named & 0xFFFFFFFF != self.open.name:
             return None
         try:
-            masks = judge_sample(self.open, body, named, self.limits.vocabulary)
+            masks = judge_sample(self.open, body, self.limits.vocabulary)
         except Refusal as refusal:
             self._refused_by = refusal.cause = sequence
             self.digest = zlib.crc32(b"%d %s" % (sequence, refusal.code.encode()), self.digest)
@@ -155,7 +157,7 @@ class StepValidator:
         if self._refused_by and not flags & _RESYNC:
             raise Refusal(
                 RefusalCode.AFTER_REFUSAL,
-                f"step {self._refused_by} was refused: only a step with RESYNC goes on",
+                "a step before was refused: only one with RESYNC goes on",
                 "header.flags",
                 flags,
                 _RESYNC,
@@ -165,7 +167,7 @@ class StepValidator:
                 RefusalCode.UNEXPECTED_RESYNC, "RESYNC, but no step was refused before", "header.flags", flags, 0
             )
         if self.open is not None:
-            message = f"step {self.open.step.sequence} waits for its Sample"
+            message = "a step before waits for its Sample"
             raise Refusal(RefusalCode.SAMPLE_DUE, message, "header.kind", Kind.STEP.name, Kind.SAMPLE.name)
 
     def _carry_out(self, sequence: int, step: Step) -> AcceptedStep:

@@ -20,6 +20,7 @@ from workerproto.messages import (
     RefusalCode,
     Refused,
     Result,
+    Sample,
     Welcome,
 )
 from workerproto.operations import Drain
@@ -103,6 +104,64 @@ def test_a_refused_sample_leaves_the_step_to_wait_for_another(house: House) -> N
     assert scheduler.expect(Refused).cause_seq == 2
     scheduler.step(flags=RESYNC)
     assert house.take()[:2] == (Kind.STEP, 5)
+
+
+@pytest.mark.parametrize("behind", [0, RESYNC], ids=["after-refusal", "sample-due"])
+def test_each_refusal_names_its_cause_though_samples_overtake_steps(house: House, behind: int) -> None:
+    """A second Sample is refused before the step that was sent behind the first has had its answer."""
+    scheduler = house.attached()
+    scheduler.step(flags=FOLLOWS)
+    sample(scheduler)
+    scheduler.step(flags=behind)
+    refuse(house, 2)
+    assert scheduler.expect(Refused).cause_seq == 2
+    for seq in (4, 5):
+        sample(scheduler)
+        refuse(house, seq)
+        assert scheduler.expect(Refused).cause_seq == seq
+    sample(scheduler)
+    house.answer(1)
+    scheduler.expect(Result)
+    late = RefusalCode.SAMPLE_DUE if behind else RefusalCode.AFTER_REFUSAL
+    house.answer(3, Kind.REFUSED, encode_body(Refused(late, 3 if behind else 2)))
+    assert scheduler.expect(Refused).cause_seq == (3 if behind else 2)
+    for seq in (7, 8):  # of the ranks' refusals the last in the stream's order is the one that counts
+        scheduler.step()
+        house.answer(seq, Kind.REFUSED, encode_body(Refused(RefusalCode.AFTER_REFUSAL, 5)))
+        assert scheduler.expect(Refused).cause_seq == 5
+    assert len(house.relay.stream._primaries) <= 2
+
+
+@pytest.mark.parametrize("sent_before", [True, False])
+def test_two_steps_wait_and_the_first_one_s_sample_is_refused(house: House, sent_before: bool) -> None:
+    """The second step is refused with it; its Sample goes no further, whether it came before that was known or not."""
+    scheduler = house.attached()
+    scheduler.step(flags=FOLLOWS)
+    sample(scheduler)
+    scheduler.step(flags=FOLLOWS)
+    if sent_before:
+        sample(scheduler, encode_body(Sample(3)))
+    for _ in range(scheduler.seq):
+        house.take()
+    refuse(house, 2)
+    assert scheduler.receive()[0].seq == 2
+    if not sent_before:
+        sample(scheduler, encode_body(Sample(3)))
+        scheduler.in_order()
+        assert house.idle(), "it was let go"
+    sample(scheduler, encode_body(Sample(1)))
+    kind, seq, body = house.take()
+    assert (kind, body) == (Kind.SAMPLE, encode_body(Sample(1)))
+    house.answer(1)
+    assert scheduler.receive()[0].seq == 1
+    house.answer(3, Kind.REFUSED, encode_body(Refused(RefusalCode.AFTER_REFUSAL, 2)))
+    header, refused = scheduler.receive()
+    assert isinstance(refused, Refused)
+    assert (header.seq, refused.cause_seq) == (3, 2)
+    scheduler.step(STEP, RESYNC)
+    house.answer(house.take()[1])
+    assert scheduler.receive()[0].seq == 6
+    assert seq == (5 if sent_before else 4)
 
 
 @pytest.mark.parametrize("sent_before", [True, False])

@@ -67,7 +67,7 @@ CASES: list[tuple[type[wrong.Honest], str]] = [
     (samples.NoSampleOfTheRefused, "8.sample-of-a-refused-step"),
     (samples.WaitsForTheRefused, "8.refused-step-needs-no-sample"),
     (samples.NothingMeanwhile, "8.steps-before-are-answered-meanwhile"),
-    (samples.RefusedSampleEnds, NO_SAMPLE + " 8.steps-behind-a-refused-sample"),
+    (samples.RefusedSampleEnds, NO_SAMPLE + " 8.steps-behind-a-* 8.two-wait-and-*"),
     (samples.KeepsWaiting, "9.lease-ends-while-a-step-waits"),
     (wrong.CarriesOutAnything, NO_OPERATIONS + " 22.refusals-stay-apart"),
     (wrong.ResyncBehindOperations, NO_OPERATIONS + " 22.refusals-stay-apart"),

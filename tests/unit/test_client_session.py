@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from workerproto.codec import Header, encode_body, pack, unpack
+from workerproto.codec import Header, decode_body, encode_body, pack, unpack
+from workerproto.fields import EMPTY
 from workerproto.messages import (
     Bye,
     Error,
@@ -13,9 +14,11 @@ from workerproto.messages import (
     Facts,
     Kind,
     New,
+    RefusalCode,
     Refused,
     Result,
     RowFlag,
+    Sample,
     Sampling,
     Step,
     Welcome,
@@ -226,6 +229,30 @@ def test_answers_out_of_order_are_the_peers_mistake() -> None:
         wire.session.step(Step())
     with pytest.raises(RemoteStateError, match="the answer to step 2 came, the next to be answered is 1"):
         wire.session.receive(frames(Kind.RESULT, RESULT, 2)(wire.session))
+
+
+@pytest.mark.parametrize("sent_before", [True, False])
+def test_of_two_steps_that_wait_the_first_waits_again_if_its_sample_is_refused(sent_before: bool) -> None:
+    """The second and its Sample were on their way: they come to nothing, and that is no mistake of the peer's."""
+    session = Wire().attach().session
+    session.step(Step(), sample_follows=True)
+    session.sample(EMPTY, EMPTY)
+    session.step(Step(), sample_follows=True)
+    if sent_before:
+        session.sample(EMPTY, EMPTY)
+    refused = encode_body(Refused(RefusalCode.BAD_MASK, 2))
+    received, _ = session.receive(frames(Kind.REFUSED, refused, 2)(session))
+    assert received is not None
+    assert received.seq == 2
+    with pytest.raises(LocalStateError, match="step 1 waits for its Sample"):
+        session.step(Step())
+    seq, (_, body) = session.sample(EMPTY, EMPTY)
+    assert (seq, decode_body(Kind.SAMPLE, body)) == (5 if sent_before else 4, Sample(1))
+    session.receive(frames(Kind.RESULT, RESULT, 1)(session))
+    behind = encode_body(Refused(RefusalCode.AFTER_REFUSAL, 2))
+    session.receive(frames(Kind.REFUSED, behind, 3)(session))
+    assert session.credit == 3
+    session.step(Step(), resync=True)
 
 
 def test_a_bye_after_the_end_is_nothing_new() -> None:

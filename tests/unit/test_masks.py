@@ -108,8 +108,21 @@ def test_a_new_lease_finds_no_step_waiting() -> None:
 
 
 def test_a_step_is_named_modulo_2_to_the_32() -> None:
-    validator = waiting()
+    validator = StepValidator(LIMITS)
+    validator.check(1, FOLLOWS, EMPTY, named=2**40 + 7)
     assert validator.check_sample(2, encode_body(Sample(2**40 + 7)), 7) is not None
+
+
+def test_masks_of_another_step_than_waits_are_let_go() -> None:
+    """Sent before it was known that the Sample of the one before is refused, and with it this step."""
+    validator = StepValidator(LIMITS)
+    validator.check(11, FOLLOWS, EMPTY, named=1)
+    with pytest.raises(Refusal):
+        validator.check_sample(12, b"\xc1", 1)
+    with pytest.raises(Refusal):
+        validator.check(13, FOLLOWS, EMPTY, named=3)
+    assert validator.check_sample(14, encode_body(Sample(3)), 3) is None
+    assert validator.check_sample(15, encode_body(Sample(1)), 1) is not None
 
 
 def test_a_sample_is_part_of_what_ranks_compare() -> None:

@@ -303,12 +303,17 @@ class KeepsRequests(Honest):
 
 
 class KeepsAnswers(Honest):
-    delay_s = 0.01
+    """Until the next lease."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_back = True
 
     def _end_lease(self, bye: Bye | None) -> None:
         answers = list(self._answers)
         super()._end_lease(bye)
         self._answers.extend(answers)
+        self.held_back = not answers
 
 
 class AnySocket(Honest):

@@ -222,7 +222,7 @@ class Relay:
         if header.kind is Kind.CONTROL:
             self._operation = _Operation(body, lease, seq, None)
             return self._propose()
-        if header.kind is Kind.SAMPLE and sampling.is_of_refused(seq):
+        if header.kind is Kind.SAMPLE and (sampling.is_of_refused(seq) or sampling.is_of_passed_over(body)):
             return
         if self.recorder is not None:
             self.recorder.frame(frame, body)

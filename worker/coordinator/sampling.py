@@ -1,11 +1,15 @@
-"""Which step waits for a grammar's masks: by headers alone, since a Sample is the frame behind its step."""
+"""Which step waits for a grammar's masks: by headers alone, since a Sample is the frame behind its step.
+
+Only where a Sample was refused while later steps were on their way does its body say which step it is for: one that was
+sent before the refusal was known, and is refused too, or the one that waits again.
+"""
 
 from __future__ import annotations
 
 import time
 
-from workerproto.codec import Header, WireError
-from workerproto.messages import ErrorCode, Kind
+from workerproto.codec import Header, WireError, decode_body
+from workerproto.messages import ErrorCode, Kind, Sample
 
 
 class Sampling:
@@ -14,12 +18,13 @@ class Sampling:
     due: the step whose Sample comes next. due_since: in monotonic seconds.
     """
 
-    __slots__ = ("_refused", "_sent", "due", "due_since")
+    __slots__ = ("_passed_over", "_refused", "_sent", "due", "due_since")
 
     def __init__(self) -> None:
         self.due = 0
         self.due_since = 0.0
-        self._sent = (0, 0)  # the last Sample and the step that it is for, until that is answered
+        self._sent: dict[int, int] = {}  # Samples and the steps that they are for, until those are answered
+        self._passed_over: set[int] = set()  # had no Sample yet when one before was refused: they will be too
         self._refused = 0  # a step that was refused before its Sample came: that may be on its way
 
     def judge(self, header: Header) -> None:
@@ -35,20 +40,34 @@ class Sampling:
         """Whether the Sample of this sequence is for a step that was refused: it takes its sequence, and no more."""
         return not self.due and bool(self._refused) and seq == self._refused + 1
 
+    def is_of_passed_over(self, body: bytes) -> bool:
+        """The same of a step that has not been refused yet, and will be."""
+        if not self._passed_over:
+            return False
+        try:
+            sample = decode_body(Kind.SAMPLE, body)
+        except WireError:
+            return False  # that is for the ranks to say
+        return isinstance(sample, Sample) and sample.step in self._passed_over
+
     def opened(self, step: int) -> None:
         """A step with SAMPLE_FOLLOWS was taken."""
         self.due, self.due_since = step, time.monotonic()
 
     def sent(self, sample: int) -> None:
         """The masks of the step that is due have gone to the ranks."""
-        self._sent, self.due = (sample, self.due), 0
+        self._sent[sample], self.due = self.due, 0
 
     def answered(self, seq: int, *, refused: bool) -> bool:
         """A step or a Sample was answered. Returns whether it was a Sample: its step then waits for another."""
-        sample, step = self._sent
-        if refused and seq == sample:
+        if refused and (step := self._sent.pop(seq, 0)):
+            if self.due:
+                self._passed_over.add(self.due)
             self.opened(step)
             return True
+        if self._sent or self._passed_over:
+            self._sent = {sample: step for sample, step in self._sent.items() if step != seq}
+            self._passed_over.discard(seq)
         if seq == self.due:
             self.due = 0
             self._refused = seq

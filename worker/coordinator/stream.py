@@ -42,6 +42,13 @@ class InFlight(NamedTuple):
     place: int  # of its record in the trace
 
 
+class _Sent(NamedTuple):
+    """A Sample, and the gang sequence of the step that it is for."""
+
+    frame: InFlight
+    step: int
+
+
 class Relayed(NamedTuple):
     """What is kept of a frame that went to the ranks: nothing of its contents. `time`: of the wall clock."""
 
@@ -70,10 +77,9 @@ class Stream:
         self.trace = StepTrace()
         self.headers: deque[Relayed] = deque(maxlen=HEADERS_KEPT)
         self._open = 0  # gang sequence of a step that waits for its scheduler's masks
-        self._sample: InFlight | None = None  # the last that was sent, and the step that it was for
-        self._sample_of = 0
+        self._samples: dict[int, _Sent] = {}  # by gang sequence, until their steps are answered
         self._sequence = 0
-        self._primary_refusal = (0, 0)  # gang sequence, lease sequence
+        self._primaries: dict[int, int] = {}  # refusals that later ones may name: gang to lease sequence
 
     @property
     def head_since(self) -> float:
@@ -100,14 +106,15 @@ class Stream:
             self._open, self._head_since = 0, time.monotonic()
         if kind not in _UNANSWERED:
             self.expect(sequence, lease, lease_seq)
-        self._to_ranks(sequence, lease_seq, kind, flags, body)
+        self._to_ranks(sequence, lease_seq, kind, flags, body, lease_seq)
 
     def send_sample(self, body: bytes, lease: Lease, lease_seq: int, step: int) -> None:
         """Masks for the step that waits for them, which the scheduler calls `step`; they are answered if refused."""
         self._sequence = sequence = self._sequence + 1
-        self._sample, self._sample_of, self._open = InFlight(sequence, lease, lease_seq, 0), self._open, 0
-        if self.head == self._sample_of:
+        self._samples[sequence] = _Sent(InFlight(sequence, lease, lease_seq, 0), self._open)
+        if self.head == self._open:
             self._head_since = time.monotonic()  # until now it was the scheduler that was waited for
+        self._open = 0
         self._to_ranks(sequence, lease_seq, Kind.SAMPLE, 0, body, step)
 
     def _to_ranks(self, sequence: int, lease_seq: int, kind: int, flags: int, body: bytes, named: int = 0) -> None:
@@ -150,25 +157,36 @@ class Stream:
     def take(self, frame: bytes) -> tuple[int, InFlight]:
         """The kind of an answer of the output rank, and what it answers. Raises RuntimeError if that was not due."""
         kind, _, epoch, sequence, _ = unseal(frame)
-        if kind == Kind.REFUSED and self._sample is not None and sequence == self._sample.gang_seq:
-            self._open = self._sample_of
-            return kind, self._sample
+        if kind == Kind.REFUSED and (sent := self._samples.pop(sequence, None)) is not None:
+            self._open = sent.step
+            return kind, sent.frame
         step = self.answered()
         if step is None or step.gang_seq != sequence or epoch != self._epoch:
             raise RuntimeError(f"the output rank answered {sequence} of epoch {epoch}, outstanding was {step}")
+        if self._samples:
+            self._samples = {seq: sent for seq, sent in self._samples.items() if sent.step != sequence}
         return kind, step
 
     def translated(self, body: bytes, step: InFlight) -> bytes:
         """A refusal names its cause by gang sequence; the scheduler knows only its own."""
         refused = cast(Refused, decode_body(Kind.REFUSED, body))
         if refused.cause_seq == step.gang_seq:
-            self._primary_refusal = (step.gang_seq, step.lease_seq)
-        cause, translated = self._primary_refusal
-        if refused.cause_seq != cause:
+            self._keep_primary(step)
+        cause = self._primaries.get(refused.cause_seq)
+        if cause is None:
             raise RuntimeError(
-                f"step {step.gang_seq} is refused because of {refused.cause_seq}; refused last was {cause}"
+                f"step {step.gang_seq} is refused because of {refused.cause_seq}; refused were {self._primaries}"
             )
-        return encode_body(msgspec.structs.replace(refused, cause_seq=translated))
+        return encode_body(msgspec.structs.replace(refused, cause_seq=cause))
+
+    def _keep_primary(self, step: InFlight) -> None:
+        """Later refusals may name the newest; those before it none but steps in flight behind them, whose answers wait
+        for a step's Sample while others, sent later and refused too, are answered.
+        """
+        self._primaries[step.gang_seq] = step.lease_seq
+        last = max((frame.gang_seq for frame in self.in_flight), default=0)
+        named = {step.gang_seq, max(self._primaries)}
+        self._primaries = {one: seq for one, seq in self._primaries.items() if one < last or one in named}
 
     def close(self, linger_ms: int) -> None:
         for socket in (self.answers, *self._steps):

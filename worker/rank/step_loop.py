@@ -75,7 +75,7 @@ class StepLoop:
                 )
             expected += 1
             if kind == Kind.STEP:
-                self._step(sequence, flags, body)
+                self._step(sequence, flags, body, named)
             elif kind == Kind.SAMPLE:
                 self._sample(sequence, named, body)
             elif kind == Kind.CONTROL:
@@ -91,7 +91,7 @@ class StepLoop:
             else:
                 raise Failure(ExitCode.STEP, f"kind {kind} came on a step socket")
 
-    def _step(self, sequence: int, flags: int, body: bytes) -> None:
+    def _step(self, sequence: int, flags: int, body: bytes, named: int) -> None:
         self._status.begin_step(sequence)
         self._fault_points.reach("step")
         if self._fault_points.corrupts("step"):
@@ -99,7 +99,7 @@ class StepLoop:
         validator, trace = self._validator, self._trace
         began = time.monotonic_ns()
         try:
-            accepted = validator.check(sequence, flags, body)
+            accepted = validator.check(sequence, flags, body, named)
         except Refusal as refusal:
             self._judged.append((sequence, validator.digest))
             trace.flag(FLAG_REFUSED)
@@ -131,8 +131,7 @@ class StepLoop:
         self._report(gang_messages.Refusal(sequence, refusal.code, refusal.request, refusal.field))
 
     def _sample(self, sequence: int, named: int, body: bytes) -> None:
-        """The masks of the step that was launched last; of one that was refused they are let go."""
-        waits = self._open is not None
+        """The masks of the step that was launched last; those of one that was refused are let go."""
         try:
             masks = self._validator.check_sample(sequence, body, named)
         except Refusal as refusal:
@@ -141,7 +140,7 @@ class StepLoop:
             self._trace.flag(FLAG_REFUSED)
         else:
             self._trace.flag(FLAG_OPERATION)
-            if waits:
+            if masks is not None:
                 self._end_step(masks)
         self._judged.append((sequence, self._validator.digest))
         self._trace.mark(DONE)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec import Struct
 
-from workerproto.codec import encode_body, pack, unpack
+from workerproto.codec import Header, encode_body, pack, unpack
 from workerproto.fields import Packed
 from workerproto.masks import words_of
 from workerproto.messages import Error, ErrorCode, HeaderFlag, Kind, RefusalCode, Refused, Sample, Step
@@ -196,6 +197,36 @@ def _(bench: Bench) -> None:
     link.expect_result(waiting, 0)
     if taken:
         link.expect_refused(RefusalCode.AFTER_REFUSAL, behind, seq)
+    link.expect_result(link.step(Step(), resync=True), 0)
+
+
+@SAMPLES("8.two-wait-and-the-first-sample-is-refused")
+def _(bench: Bench) -> None:
+    """The second step and its Sample were sent before that was known: it is refused, and its Sample dropped; or both
+    are in error. Either way it is the first that waits.
+    """
+    bench.need(bench.facts.limits.steps_in_flight > 1, "two steps in flight")
+    link = bench.attached()
+    first = _waiting(link, Step())
+    refused, link.next_seq = link.next_seq, link.next_seq + 1
+    link.send(Kind.SAMPLE, b"\xc1", seq=refused)
+    second = _waiting(link, Step())
+    _sample(link, second, pack([]), pack([]))
+    link.send(Kind.PING)
+    came: list[tuple[Header | None, Struct | None]] = []
+    while len([header for header, message in came if header and not isinstance(message, Error)]) < 2:  # Refused, Pong
+        came.append(link.receive())
+        require(came[-1][0] is not None, "nothing came, and not both of Refused and Pong before")
+    words = [told(header, message) for header, message in came]
+    errors = [message.seq for _, message in came if isinstance(message, Error)]
+    known = [(message.code, header.seq) for header, message in came if header and isinstance(message, Refused)]
+    require(known == [(RefusalCode.MALFORMED, refused)], f"{words} came, not Refused {refused} MALFORMED")
+    require(errors in ([], [second, second + 1]), f"{words} came, not Errors for {second} and its Sample, or none")
+    link.next_seq -= len(errors)
+    _sample(link, first, pack([]), pack([]))
+    link.expect_result(first, 0)
+    if not errors:
+        link.expect_refused(RefusalCode.AFTER_REFUSAL, second, refused)
     link.expect_result(link.step(Step(), resync=True), 0)
 
 
