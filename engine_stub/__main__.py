@@ -41,6 +41,8 @@ def main() -> None:
         sys.exit(f"engine_stub: error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

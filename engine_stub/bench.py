@@ -42,6 +42,10 @@ def run(args: argparse.Namespace, client: Client) -> None:
         pairs = [(number, length) for number, length in shapes]
     except ValueError:
         raise ValueError(f"--batches {args.batches!r} or --prefill {args.prefill!r} is not like 1,4 or 4x512") from None
+    sizes = [args.prompt, args.short, args.steps, *batches, *(size for pair in pairs for size in pair)]
+    sizes += [size for size in (args.decode_batches, args.prefill_tokens) if size is not None]
+    if min(*sizes, args.ahead + 1) < 1:
+        raise ValueError("a size is below 1, or --ahead below 0")
     engine = Engine(
         client, batches=args.decode_batches, ahead=args.ahead, prefill_tokens=args.prefill_tokens, prefix_caching=False
     )

@@ -40,9 +40,6 @@ def run(args: argparse.Namespace, client: Client) -> None:
     text = _text_model(args, engine.facts.model)
     if args.prompt and text is None:
         raise ValueError(f"no tokenizer in {args.tokenizer or engine.facts.model!r}: give --tokenizer or --prompt-ids")
-    for prompt in args.prompt:
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python keeps bytes it cannot decode
-            raise ValueError(f"--prompt {prompt!r} is not UTF-8")
     prompts = [text.encode(prompt) for prompt in args.prompt if text] + [_parse_ids(ids) for ids in args.prompt_ids]
     if not prompts:
         raise ValueError("no prompt: give --prompt or --prompt-ids")

@@ -24,6 +24,9 @@ class TextModel:
         self.stop_tokens = _stop_tokens(folder)
 
     def encode(self, text: str) -> list[int]:
+        """Raises ValueError for what was not UTF-8 where it came from."""
+        if any("\ud800" <= character <= "\udfff" for character in text):  # how Python keeps bytes it cannot decode
+            raise ValueError(f"the prompt {text!r} is not UTF-8")
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
@@ -60,8 +63,15 @@ def _stop_tokens(folder: Path) -> frozenset[int]:
     """`eos_token_id` of generation_config.json, else of config.json; it may be one or a list."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        if path.is_file():
-            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            if ids is not None:
-                return frozenset(ids if isinstance(ids, list) else [ids])
+        if not path.is_file():
+            continue
+        try:
+            value = json.loads(path.read_bytes()).get("eos_token_id")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is not a JSON object: {error}") from None
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if any(type(token) is not int for token in ids):
+                raise ValueError(f"{path}: eos_token_id is {value!r}, it must be a token id or a list of them")
+            return frozenset(ids)
     return frozenset()

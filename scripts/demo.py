@@ -32,6 +32,9 @@ def main() -> None:
     prompts = args.prompt or PROMPTS
     model = args.model or fetch_model()
     text = TextModel(model)
+    encoded = [text.encode(prompt) for prompt in prompts]
+    if not all(encoded):
+        raise ValueError("a prompt of no tokens cannot be completed")
     name = f"demo-{os.getpid()}"
     command = launch_command(args.launcher, name, model, args.tp, args.pp, "--device", args.device, *SIZES)
     ranks = args.tp * args.pp
@@ -42,7 +45,7 @@ def main() -> None:
         screen = Screen(prompts, text, params, name)
         engine = Engine(client)
         started = time.perf_counter()
-        completions = engine.generate([text.encode(prompt) for prompt in prompts], params, screen.on_token)
+        completions = engine.generate(encoded, params, screen.on_token)
         seconds = time.perf_counter() - started
         screen.end()
     tokens_per_second = round(sum(len(completion.tokens) for completion in completions) / seconds, 1)
@@ -85,8 +88,10 @@ def run() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the gang is ended", file=sys.stderr)
+        print("\ninterrupted; nothing runs on", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read it has seen enough; the gang is ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

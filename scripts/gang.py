@@ -46,9 +46,11 @@ def launch_command(launcher: str, name: str, model: Path, tp: int, pp: int, *opt
 
 def status(name: str) -> dict[str, Any] | None:
     """Return `workerctl status --json` of the gang, or None where nobody answers (yet, or any more)."""
-    asked = subprocess.run(
-        [*WORKERCTL, "status", "--json", "--name", name], capture_output=True, text=True, timeout=10, check=False
-    )
+    ask = [*WORKERCTL, "status", "--json", "--name", name]
+    try:
+        asked = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=False)
+    except subprocess.TimeoutExpired:
+        return None
     if not asked.stdout:
         return None
     answer: dict[str, Any] = json.loads(asked.stdout)

@@ -104,6 +104,25 @@ def test_ended_by_a_signal_while_it_generates(start: Start, number: signal.Signa
     assert demo.wait(LIMIT_S) == code
 
 
+def test_nobody_reads_on(start: Start) -> None:
+    demo = start()
+    assert demo.stdout is not None
+    demo.stdout.close()
+    assert demo.wait(LIMIT_S) == 0
+    assert demo.stderr is not None
+    assert "Traceback" not in demo.stderr.read()
+
+
+@pytest.mark.parametrize(("prompt", "message"), [("", "a prompt of no tokens"), ("\udcff", "is not UTF-8")])
+def test_what_cannot_be_completed_starts_no_gang(start: Start, prompt: str, message: str) -> None:
+    demo = start("--prompt", prompt)
+    out, err = demo.communicate(timeout=LIMIT_S)
+    assert (demo.returncode, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
 def test_what_cannot_be_divided_is_one_line_and_the_gangs_own_code(start: Start) -> None:
     demo = start("--tp", "2")
     _, err = demo.communicate(timeout=LIMIT_S)

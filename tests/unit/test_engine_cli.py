@@ -1,6 +1,7 @@
 """`python -m engine_stub` in this process, against a fake worker; text by a tokenizer of single bytes."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,14 +104,34 @@ def test_bench_ends_in_one_line_of_json(run: Run) -> None:
         (["generate", "--prompt-ids", "1", "--top-p", "0"], "--top-p is 0.0, it must lie in 0 … 1"),
         (["generate", "--prompt-ids", "1", "--max-tokens", "0"], "max_tokens is 0, it must be at least 1"),
         (["generate", "--prompt-ids", "1", "--logprobs", "21"], "21 logprobs asked for, at most 20 are given"),
+        (["generate", "--prompt", "\udcff", "--tokenizer", "{model}"], r"the prompt '\udcff' is not UTF-8"),
         (["bench", "--prefill", "4"], "is not like 1,4 or 4x512"),
+        (["bench", "--steps", "0"], "a size is below 1"),
+        (["bench", "--batches", "4,0"], "a size is below 1"),
     ],
 )
-def test_a_mistake_is_one_clear_line(run: Run, arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_clear_line(run: Run, model: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        run(*arguments)
+        run(*(argument.format(model=model) for argument in arguments))
     assert str(caught.value).startswith("engine_stub: error: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (b"{", "is not a JSON object"),
+        (b"[]", "is not a JSON object"),
+        (b'{"eos_token_id": [2, "x"]}', "eos_token_id is"),
+    ],
+)
+def test_a_broken_config_beside_the_tokenizer_is_named(
+    model: Path, tmp_path: Path, config: bytes, message: str
+) -> None:
+    shutil.copy(model / "tokenizer.json", tmp_path)
+    (tmp_path / "generation_config.json").write_bytes(config)
+    with pytest.raises(ValueError, match=f"generation_config.json.* {message}"):
+        TextModel(tmp_path)
 
 
 def test_a_name_that_nobody_has(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
