@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -46,12 +46,12 @@ class _Line(logging.Formatter):
     def __init__(self, origin: Origin, *, as_json: bool, short: bool = False) -> None:
         """short: text for a terminal."""
         super().__init__()
-        self._origin = origin
+        self.origin = origin
         self._json = as_json
         self._short = short
 
     def format(self, record: logging.LogRecord) -> str:
-        origin, level = self._origin, record.levelname.lower()
+        origin, level = self.origin, record.levelname.lower()
         message = record.getMessage()
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
@@ -65,6 +65,13 @@ class _Line(logging.Formatter):
             return f"rankd: {level}{message}{place_text}"
         indented = message.replace("\n", "\n    ")
         return f"{when} {level:7} {origin.text} {record.name.removeprefix('rankd.')}: {indented}"
+
+
+def log_epoch(epoch: int) -> None:
+    """From now on lines are of this one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, _Line):
+            handler.formatter.origin = replace(handler.formatter.origin, epoch=epoch)
 
 
 class _Terminal(logging.StreamHandler[TextIO]):

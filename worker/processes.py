@@ -25,10 +25,10 @@ def started_at(pid: int) -> int:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for what the process does, as in proc(5): R, S, D, T, Z …; empty if there is none."""
+    """The kernel's letter for what the process does, as in proc(5): R, S, D, T, Z …; empty if it cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return ""
     return stat.rpartition(")")[2].split()[0]
 

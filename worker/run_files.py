@@ -166,13 +166,13 @@ class Claim:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove everything, the folder last; the lock goes with its file."""
-        self._unlink_contents()
-        self._path.unlink(missing_ok=True)
+        """Remove everything, the folder last; the lock goes with its file. All of it may be gone already."""
         try:
+            self._unlink_contents()
+            self._path.unlink(missing_ok=True)
             self._folder.rmdir()
         except OSError:
-            pass  # somebody waits for the name and has made the next lock
+            pass  # somebody waits for the name and has made the next lock, or it was taken away from under us
         os.close(self._fd)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.faults.fake_gangs import FAKE, SLACK, fake_gang, prompt_step
-from tests.gang.gangs import QUICK, ROOT, RunningGang, gang, tiny_model
+from tests.gang.gangs import QUICK, ROOT, WORKERCTL, RunningGang, gang, tiny_model
 from tests.processes import stop
 from workerproto.client import Client
 from workerproto.messages import Result
@@ -266,6 +266,19 @@ def _(scene: Scene) -> None:
             scene.now()
             client.submit(prompt_step(1, 0))
             scene.said(running)
+
+
+@provokes("the host gives the coordinator too little")
+def _(scene: Scene) -> None:
+    up = [*WORKERCTL, "up", "--model", str(tiny_model(scene.folder / "model")), "--name", "g", *QUICK, *FAKE]
+    scene.now()
+    few = ["bash", "-c", 'ulimit -n 30 && exec "$@"', "-"]
+    running = RunningGang(scene.run_dir, [*few, *up], "g", scene.folder / "log")
+    try:
+        scene.said(running)
+        assert "Traceback" not in running.said
+    finally:
+        running.end()
 
 
 @provokes("the coordinator is killed")

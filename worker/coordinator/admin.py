@@ -51,7 +51,7 @@ def log_level(gang: Gang, request: dict[str, str]) -> dict[str, Any]:
 def status(gang: Gang, relay: Relay) -> dict[str, Any]:
     """The object of `workerctl status --json`."""
     config, holder, facts = gang.config, relay.holder, gang.facts
-    cause = gang.cause or gang.last_cause
+    cause = gang.ending.cause or gang.last_cause
     fault = cause.fault if cause else None
     statuses = [one.status for one in gang.ranks]
     live = max((status.live_requests for status in statuses if status), default=0)
@@ -107,7 +107,7 @@ def _waited(one: Rank) -> dict[str, Any]:
         "rank": one.rank,
         "state": one.condition,
         "phase": status.phase if status else one.phase,
-        "seconds": round(status.phase_s, 3) if status else None,
+        "seconds": round(one.phase_s, 3),
     }
 
 
@@ -141,7 +141,7 @@ def _rank(gang: Gang, one: Rank, seen: Recent, trace: Records) -> dict[str, Any]
         "device": one.present.device if one.present else None,
         "state": _state(gang, one, part),
         "phase": status.phase if status else one.phase,
-        "phase_s": round(status.phase_s, 3) if status else None,
+        "phase_s": round(one.phase_s, 3),
         "step": status.step if status else None,
         "step_age_s": round(status.step_age_s, 3) if status and status.step_age_s is not None else None,
         "steps_done": status.steps_done if status else 0,

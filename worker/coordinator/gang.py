@@ -1,10 +1,9 @@
-"""The gang's life: bring-up, failure and stop, along the table of states. Main thread."""
+"""The gang's life along the table of states, from its first rank to READY and on. Its end is `ending`. Main thread."""
 
 from __future__ import annotations
 
 import asyncio
 import mmap
-import signal
 import time
 from collections.abc import Callable
 
@@ -15,25 +14,20 @@ from worker.config import GangConfig
 from worker.coordinator import causes, limits
 from worker.coordinator.agreement import Agreement, compare_present
 from worker.coordinator.causes import Cause
+from worker.coordinator.ending import Ending
 from worker.coordinator.kv_agreement import agree, done_configuring, facts_of, most_blocks, wanted_blocks
 from worker.coordinator.operations import Operations
+from worker.coordinator.pauses import Pauses
 from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import Exit, RankProcess
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import set_level
-from worker.rank.stacks import collect as collect_stacks
 from workerproto.codec import encode_body
 from workerproto.messages import Facts, Kind, RefusalCode
 from workerproto.states import GANG, OPERABLE, WITH_FACTS, GangEvent, Machine
 from workerproto.states import Gang as GangState
 from workerproto.steps import Refusal
-
-GATHER_S = 0.2  # after the first sign of death: others may tell more of the cause
-SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
-STOP_S = 5.0  # for a clean end of the ranks after STOP
-STUCK_S = 1.0  # the same, if a step did not end within the drain limit
-ONE_WISH_S = 0.1  # signals to stop that come as close as this are one: a process group gets it, and its leader again
 
 _BRING_UP = {
     GangState.ROLL_CALL: "all ranks run; roll-call, once each has imported torch",
@@ -45,7 +39,7 @@ _BRING_UP = {
 
 
 class Gang:
-    """`send(rank, message)` reaches a rank, `say(line)` a person. `ended` has the exit code once all ranks are gone."""
+    """`send(rank, message)` reaches a rank, `say(line)` a person."""
 
     def __init__(
         self, config: GangConfig, epoch: int, relay: Relay, records: list[mmap.mmap], traces: list[mmap.mmap],
@@ -59,13 +53,9 @@ class Gang:
         self.facts: Facts | None = None
         self.kv: gm.KvConfig | None = None
         self.log_level: str | None = None  # if it was changed
-        self.cause: Cause | None = None
-        self.causes: list[Cause] = []  # all signs of it, as they were seen
         self.last_cause: Cause | None = None  # of the incarnation before
         self.goes_on = False  # it has failed, and another comes
-        self.failed_at: float | None = None  # monotonic seconds, of the first sign
         self.started = time.monotonic()
-        self.ended: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._relay = relay
         self._send = send
@@ -73,16 +63,11 @@ class Gang:
         self._goes_on = goes_on
         self._machine = Machine(GANG, GangState.STARTING)
         self._agreement = Agreement(config.world_size)
-        self._waiting_since = 0.0  # for the size of the cache, which is none of the ranks' delay
-        self._waited = 0.0
+        self._waiting_since = 0.0  # for the size of the cache
+        self._waited = 0.0  # for that, or while this process was paused: none of the ranks' delay
         self.operations = Operations(config.world_size, relay, self._operated)
-        self._ending: asyncio.Task[None] | None = None
-        self._overdue: limits.Overdue | None = None
-        self._tick_s = tick_interval(config)
-        self._looked = time.monotonic()
-        self._asked = 0.0  # when it was first asked to stop
-        self._at_once = False
-        self.stacks: dict[int, str] = {}  # of a failure, by rank
+        self._pauses = Pauses(tick_interval(config))
+        self.ending = Ending(config, self.ranks, relay, self._machine, self._move, self._to_all, say)
 
     @property
     def state(self) -> GangState:
@@ -90,7 +75,8 @@ class Gang:
 
     def _move(self, event: GangEvent) -> None:
         state = self._machine.move(event)
-        fault = self.cause.fault if self.cause and state is GangState.FAILED else None
+        cause = self.ending.cause
+        fault = cause.fault if cause and state is GangState.FAILED else None
         facts = self.facts if state in WITH_FACTS else None
         if state in _BRING_UP:
             self._say(f"{time.monotonic() - self.started:5.1f} s  {_BRING_UP[state]}")
@@ -107,7 +93,7 @@ class Gang:
     def watch(self, rank: int, process: RankProcess) -> None:
         """Its end is seen from now on."""
         self.ranks[rank].process = process
-        process.exited.add_done_callback(lambda end: self._exited(rank, end.result()))
+        process.exited.add_done_callback(lambda end: self.ending.exited(rank, end.result()))
 
     def receive(self, rank: int, message: gm.FromRank) -> None:
         """A control message of a rank."""
@@ -151,12 +137,12 @@ class Gang:
                     self.operations.performed(rank, message)
                 case gm.RankFault():
                     one.told = True
-                    self.fail(causes.told(rank, message))
+                    self.ending.fail(causes.told(rank, message))
                 case gm.StopAsked(reason=reason):
-                    self.stop(f"rank {rank} got {reason}", again_at_once=one.asked)
+                    self.ending.stop(f"rank {rank} got {reason}", again_at_once=one.asked)
                     one.asked = True
         except Failure as failure:
-            self.fail(causes.own(failure.code, str(failure)))
+            self.ending.fail(causes.own(failure.code, str(failure)))
 
     def _hello(self, one: Rank, hello: gm.Hello) -> None:
         if hello.world_size != self.config.world_size or hello.rank != one.rank:
@@ -170,13 +156,13 @@ class Gang:
         one.hello = hello
         if self.log_level is not None:
             self._send(one.rank, gm.LogLevel(self.log_level))
-        if self._ending is not None:  # what was sent to all before it came has not reached it
+        if self.ending.begun:  # what was sent to all before it came has not reached it
             self._send(one.rank, gm.Stop(ExitCode.OK, "stopped"))
         if one.process is None:
             try:
                 self.watch(one.rank, RankProcess(hello.pid, hello.started))
             except ProcessLookupError:
-                return self.fail(causes.exited(one.rank, one.phase, None, Exit()))
+                return self.ending.fail(causes.exited(one.rank, one.phase, None, Exit()))
         self._when_all("hello", GangEvent.ALL_STARTED)
 
     def _when_all(
@@ -235,7 +221,7 @@ class Gang:
         except ValueError as error:
             bad = Refusal(RefusalCode.BAD_ARGUMENT, str(error), "num_blocks", blocks, self.config.max_model_len)
             return self.operations.settle(Kind.REFUSED, encode_body(bad.as_message()), moved=False)
-        self._waited = time.monotonic() - self._waiting_since
+        self._waited += time.monotonic() - self._waiting_since
         self._move(GangEvent.KV_CONFIGURED)
         done = done_configuring(self._offers, blocks)
         self.operations.settle(Kind.DONE, encode_body(done), moved=True)
@@ -247,7 +233,7 @@ class Gang:
             self.facts = msgspec.structs.replace(self.facts, weights_id=named, weights_valid=True)
         self._move(event)
         if self.state is GangState.DRAINING:
-            self.stop("drained")
+            self.ending.stop("drained")
 
     def update_lost(self) -> None:
         """The lease that was updating the weights is gone, and its requests are forgotten."""
@@ -267,13 +253,11 @@ class Gang:
 
     def tick(self) -> None:
         """Called about once a heartbeat: what takes too long is found here."""
-        now, before = time.monotonic(), self._looked
-        self._looked = now
-        if now - before > self._tick_s + 1.0:  # it was this process that did nothing: what has come is not read yet
-            for one in self.ranks:
-                one.heard = now
-            return
-        if self._ending is not None:
+        late_s = self._pauses.look()
+        for one in self.ranks:
+            one.excuse(late_s)
+        self._waited += late_s
+        if self._pauses.unread or self.ending.begun:
             return
         bounds, ranks, stream = self.config.limits, self.ranks, self._relay.stream
         overdue = limits.heartbeat_overdue(bounds, ranks)
@@ -283,108 +267,12 @@ class Gang:
             began = self.started + self._waited
             overdue = overdue or limits.startup_overdue(bounds, ranks, self.state, began)
         if overdue is not None:
-            self._overdue = overdue
-            self.fail(overdue.cause())
+            self.ending.overdue(overdue)
 
     @property
     def waiting_for(self) -> list[Rank]:
         """Whom the gang waits for now."""
         return limits.waiting_for(self.ranks, self.state, self._relay.stream.head)
-
-    # The end.
-
-    def _exited(self, rank: int, end: Exit) -> None:
-        one = self.ranks[rank]
-        if self.state is GangState.STOPPING or one.told:
-            return
-        status = one.status
-        phase, step = (status.phase, status.step) if status else (one.phase, None)
-        self.fail(causes.exited(rank, phase, step, end))
-
-    def fail(self, cause: Cause) -> None:
-        """A sign of failure; the first begins the end, those that follow within GATHER_S are weighed with it."""
-        self.failed_at = self.failed_at or time.monotonic()
-        self.causes.append(cause)
-        if self._ending is not None and len(self.causes) == 1 and self._machine.allows(GangEvent.FAIL):
-            self._ending.cancel()  # an orderly stop that has not come to its end
-            self._ending = None
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._fail())
-
-    async def _fail(self) -> None:
-        gathered = asyncio.get_running_loop().time() + GATHER_S
-        self.stacks = await self._stacks_of_all()
-        await asyncio.sleep(gathered - asyncio.get_running_loop().time())
-        first = causes.first_cause(self.causes)
-        by_limit = first.weight == causes.LIMIT and self._overdue is not None
-        self.cause = self._overdue.cause(self.stacks) if by_limit and self._overdue else first
-        self._move(GangEvent.FAIL)
-        self._to_all(gm.Stop(ExitCode.OTHER_RANK, self.cause.line))
-        self._signal(signal.SIGTERM)
-        if not await self._all_gone(SIGTERM_S):
-            self._signal(signal.SIGKILL)
-            await self._all_gone(1.0)
-        self.ended.set_result(ExitCode(self.cause.fault.code))
-
-    async def _stacks_of_all(self) -> dict[int, str]:
-        """Where every rank is, at the first sign of a failure."""
-        pids = {one.rank: one.pid for one in self.ranks if one.pid is not None and not one.gone}
-        stopped = {one.rank for one in self.ranks if one.stopped}
-        asked = [pid for rank, pid in pids.items() if rank not in stopped]
-        found = await asyncio.to_thread(collect_stacks, asked, GATHER_S)
-        return {rank: found.get(pid, "stopped (state T): it can tell nothing") for rank, pid in pids.items()}
-
-    def stop(self, why: str, *, again_at_once: bool = False) -> None:
-        """Let what is in flight come to its end, within its limit, and end the gang in order. Idempotent, unless it is
-        asked `again_at_once`: then nothing is waited for any more."""
-        now = time.monotonic()
-        if self._ending is None:
-            self._say(f"stopping: {why}")
-            self._asked = now
-            self._ending = asyncio.create_task(self._stop())
-        elif again_at_once and self._asked and now - self._asked > ONE_WISH_S and not self._at_once:
-            self._say(f"ending at once: {why} again")
-            self._at_once = True
-            if self.state is GangState.STOPPING:
-                self._signal(signal.SIGKILL)
-
-    async def _stop(self) -> None:
-        if self._machine.allows(GangEvent.DRAIN):
-            self._move(GangEvent.DRAIN)
-        if self.state is GangState.DRAINING:
-            deadline = time.monotonic() + self.config.limits.drain
-            while self._relay.stream.in_flight and time.monotonic() < deadline and not self._at_once:
-                await asyncio.sleep(0.01)
-            self._move(GangEvent.DRAINED)
-            self._relay.post(self._relay.stop_ranks)
-            if stuck := bool(self._relay.stream.in_flight):  # they do not come to the end of their stream
-                self._to_all(gm.Stop(ExitCode.OK, "stopped"))
-        else:
-            stuck = False
-            self._move(GangEvent.STOP)
-            self._to_all(gm.Stop(ExitCode.OK, "stopped"))
-            self._signal(signal.SIGTERM, [one for one in self.ranks if one.hello is None])  # it hears nothing yet
-        if self._at_once:
-            self._signal(signal.SIGKILL)
-        for patience, number in ((STUCK_S if stuck else STOP_S, signal.SIGTERM), (SIGTERM_S, signal.SIGKILL)):
-            if await self._all_gone(patience):
-                break
-            self._signal(number)
-        else:
-            await self._all_gone(1.0)
-        self._move(GangEvent.ALL_GONE)
-        if self.causes:  # a rank that failed at its very end
-            self.cause = causes.first_cause(self.causes)
-        self.ended.set_result(ExitCode(self.cause.fault.code) if self.cause else ExitCode.OK)
-
-    def _signal(self, number: signal.Signals, ranks: list[Rank] | None = None) -> None:
-        for one in self.ranks if ranks is None else ranks:
-            if one.process is not None:
-                one.process.send_signal(number)
-
-    async def _all_gone(self, seconds: float) -> bool:
-        waiting = [one.process.exited for one in self.ranks if one.process and not one.gone]
-        return not waiting or not (await asyncio.wait(waiting, timeout=seconds))[1]
 
 
 def tick_interval(config: GangConfig) -> float:

@@ -19,7 +19,7 @@ from worker.config import GangConfig
 from worker.coordinator import causes
 from worker.coordinator.gang import Gang
 from worker.coordinator.relay import Relay
-from worker.coordinator.sockets import bound, send_now
+from worker.coordinator.sockets import all_or_none, bound, send_now
 from worker.coordinator.spawn import RankProcess, spawn
 from worker.exit_codes import ExitCode
 from worker.processes import started_at
@@ -60,14 +60,14 @@ class Incarnation:
         self._launch = launch
         self._files = files
         self._say = say
-        self._failed_at = before.failed_at if before else None
+        self._failed_at = before.ending.failed_at if before else None
         ranks = range(config.world_size)
         self._records = records = [create_status_file(files.status(rank)) for rank in ranks]
         self.traces = [create_trace_file(files.trace(rank)) for rank in ranks]
-        self._control = [bound(context, zmq.DEALER, files.control_endpoint(rank)) for rank in ranks]
+        self._control = all_or_none(bound(context, zmq.DEALER, files.control_endpoint(rank)) for rank in ranks)
         self.gang = Gang(config, files.epoch, relay, records, self.traces, self._send, say, goes_on)
         if before is not None:
-            self.gang.last_cause = before.cause
+            self.gang.last_cause = before.ending.cause
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class Incarnation:
         self._bring_ranks()
 
     async def close(self) -> None:
-        """Once `gang.ended` is done."""
+        """Once `gang.ending.done` is done."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -112,7 +112,7 @@ class Incarnation:
         agent.exited.add_done_callback(lambda _: self._agent_gone())
 
     def _agent_gone(self) -> None:
-        self.gang.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
+        self.gang.ending.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
 
     async def _listen(self, rank: int) -> None:
         while True:
@@ -142,4 +142,4 @@ class Incarnation:
         """Of a task that should never end: what it died of ends the gang."""
         if not task.cancelled() and (error := task.exception()) is not None:
             code = ExitCode.DISAGREEMENT if isinstance(error, msgspec.MsgspecError | StateError) else ExitCode.STEP
-            self.gang.fail(causes.own(code, f"coordinator: {type(error).__name__}: {error}"))
+            self.gang.ending.fail(causes.own(code, f"coordinator: {type(error).__name__}: {error}"))

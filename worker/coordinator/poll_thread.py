@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 import zmq
+
+from worker.coordinator.pauses import USUAL_S
 
 TROUBLES = 8
 """Errors after which it gives up: there is something in its way that does not go away."""
@@ -15,7 +18,9 @@ TROUBLES = 8
 
 class PollThread:
     """`patience()`: milliseconds until `after()`, which is called after every turn too, has something to do; None if it
-    never has. `trouble(error)`: what any of the callbacks has raised; the thread goes on. All are called on it.
+    never has. A turn that came late is followed by another before `after()` looks at clocks: the process was stopped or
+    starved, and what others have sent in time is not all read yet. `trouble(error)`: what any of the callbacks has
+    raised; the thread goes on. All are called on it.
     """
 
     def __init__(
@@ -31,6 +36,7 @@ class PollThread:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._running = True
+        self._late = False
         self.troubles = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -78,11 +84,15 @@ class PollThread:
                 self._trouble(error)
 
     def _turn(self) -> None:
-        for socket, _ in self._poller.poll(self._patience()):
+        began, patience = time.monotonic(), self._patience()
+        for socket, _ in self._poller.poll(patience):
             if isinstance(socket, int):
                 os.eventfd_read(self._wake)
                 while self._calls:
                     self._calls.popleft()()
             elif (handler := self._handlers.get(socket)) is not None:  # it may have been given up in this very turn
                 handler()
-        self._after()
+        took = time.monotonic() - began
+        self._late = patience is not None and took > patience / 1000 + USUAL_S and not self._late
+        if not self._late:
+            self._after()

@@ -30,6 +30,7 @@ class Rank:
     warm: gm.Warm | None = None
     memory: gm.Memory | None = None
     phase: str = "boot"
+    began: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     told: bool = False  # its own account of its end is in
     asked: bool = False  # somebody has told it to stop
@@ -37,6 +38,12 @@ class Rank:
     @property
     def status(self) -> RankStatus | None:
         return read_status(self.status_record)
+
+    @property
+    def phase_s(self) -> float:
+        """Seconds in it. Before a rank has come to write its status file it is in its first."""
+        status = self.status
+        return status.phase_s if status else time.monotonic() - self.began
 
     @property
     def pid(self) -> int | None:
@@ -50,6 +57,10 @@ class Rank:
     def stopped(self) -> bool:
         """By SIGSTOP, or by a debugger: it does nothing, whatever it was doing."""
         return not self.gone and self.pid is not None and state_of(self.pid) in ("T", "t")
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody was there to hear it."""
+        self.heard = min(time.monotonic(), self.heard + seconds)
 
     @property
     def silent_s(self) -> float:
@@ -79,7 +90,7 @@ class Rank:
         if self.hello is None and not self.stopped:
             return "missing"
         status = self.status
-        phase = f"{status.phase} for {status.phase_s:.1f} s" if status else self.phase
+        phase = f"{status.phase if status else self.phase} for {self.phase_s:.1f} s"
         return f"stopped, {phase}" if self.stopped else phase
 
 

@@ -114,13 +114,16 @@ class Relay:
         return self._thread.broken
 
     def restart(self, files: RunFiles, trace: mmap.mmap) -> Future[None]:
-        """Go on with the ranks of the next epoch; done when they may connect."""
+        """Go on with the ranks of the next epoch; done when they may connect, ZMQError if they cannot."""
         done: Future[None] = Future()
 
         def begin() -> None:
             self._thread.deafen(self.stream.answers)
             self.stream.close(0)
-            self._begin(files)
+            try:
+                self._begin(files)
+            except zmq.ZMQError as error:
+                return done.set_exception(error)
             self.stream.trace.map(trace)
             if self._lease is not None and not self._lease.held:  # it waited for a reset that has come about
                 self._welcome()
@@ -239,7 +242,6 @@ class Relay:
         for header, body in waiting(self.stream.answers, most):
             if self._state is not Gang.FAILED:  # what comes after that belongs to an epoch that is over
                 self._answer(header, body)
-
 
     def _answer(self, frame: bytes, body: bytes) -> None:
         kind, step = self.stream.take(frame)

@@ -44,7 +44,7 @@ _PACKAGES = ("rankd", "torch", "pyzmq", "msgspec", "numpy", "uvloop", "safetenso
 
 def write_report(gang: Gang, relay: Relay, status: dict[str, Any], environment: Mapping[str, str]) -> Path:
     """The folder that was made. Raises OSError."""
-    assert gang.cause is not None
+    assert gang.ending.cause is not None
     folder = reports_folder(environment)
     folder.mkdir(mode=0o700, exist_ok=True)
     moment = time.time()
@@ -54,9 +54,9 @@ def write_report(gang: Gang, relay: Relay, status: dict[str, Any], environment: 
         "time": moment,
         "name": gang.config.name,
         "epoch": gang.epoch,
-        "line": gang.cause.line,
-        "cause": asdict(gang.cause.fault),
-        "signs": [_sign(cause) for cause in gang.causes],
+        "line": gang.ending.cause.line,
+        "cause": asdict(gang.ending.cause.fault),
+        "signs": [_sign(cause) for cause in gang.ending.causes],
         "status": status,
         "headers": [header._asdict() for header in list(relay.stream.headers)],
         "versions": _versions(),
@@ -65,7 +65,7 @@ def write_report(gang: Gang, relay: Relay, status: dict[str, Any], environment: 
     unfinished = path.with_name(f".{path.name}")
     unfinished.mkdir(mode=0o700)
     (unfinished / "report.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    for rank, text in gang.stacks.items():
+    for rank, text in gang.ending.stacks.items():
         (unfinished / f"stacks-rank{rank}.txt").write_text(text + "\n", encoding="utf-8")
     unfinished.rename(path)
     for old in sorted(folder.iterdir(), key=lambda one: one.lstat().st_mtime)[:-KEPT]:

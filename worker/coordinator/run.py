@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import mmap
 import os
 import signal
 import socket
@@ -33,7 +32,7 @@ from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.stream import router
 from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
-from worker.logs import SPOKEN, Origin, bound_size, log_to, remove_logs
+from worker.logs import SPOKEN, Origin, bound_size, log_epoch, log_to, remove_logs
 from worker.processes import STOP_SIGNALS
 from worker.rank.fault_points import check_faults
 from worker.rank.stacks import offer as offer_stacks
@@ -72,7 +71,10 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
         ) from None
     except OSError as error:
         raise ValueError(f"run directory {files.folder} cannot be made: {error.strerror or error}") from None
-    return uvloop.run(_hold(claim, _Coordinator(config, launch, files, asked)))
+    try:
+        return uvloop.run(_hold(claim, _Coordinator(config, launch, files, asked)))
+    except (OSError, zmq.ZMQError) as error:
+        raise Failure(ExitCode.STEP, f"coordinator: the host does not give what it takes: {error}") from error
 
 
 async def _hold(claim: Claim, coordinator: _Coordinator) -> ExitCode:
@@ -138,9 +140,9 @@ class _Coordinator:
         )  # fmt: skip
         self._admin = bound(self._context, zmq.ROUTER, self._files.admin_endpoint)
         self._telemetry = Telemetry(config, loop, lambda: admin.status(self._gang, self._relay), say)
-        relay_trace = create_trace_file(self._files.relay_trace)
-        relay.stream.trace.map(relay_trace)
-        self._now = self._incarnation(relay_trace)
+        self._relay_trace = create_trace_file(self._files.relay_trace)
+        relay.stream.trace.map(self._relay_trace)
+        self._now = self._incarnation()
         relay.recorder = recorder = self._recorder()
         relay.start()
         for number in STOP_SIGNALS:
@@ -154,7 +156,7 @@ class _Coordinator:
             task.add_done_callback(lambda task: self._now.task_ended(task))
         self._now.start()
         launch.up()
-        code = await self._live(relay_trace)
+        code = await self._live()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -185,36 +187,49 @@ class _Coordinator:
 
     # Incarnations.
 
-    def _incarnation(self, relay_trace: mmap.mmap, before: Gang | None = None) -> Incarnation:
+    def _incarnation(self, before: Gang | None = None) -> Incarnation:
         now = Incarnation(
             self._config, self._launch, self._files, self._context, self._relay, say, self._goes_on, before
         )
-        self._telemetry.watch(now.traces, relay_trace)
+        self._telemetry.watch(now.traces, self._relay_trace)
         return now
 
-    async def _live(self, relay_trace: mmap.mmap) -> ExitCode:
+    async def _live(self) -> ExitCode:
         """One incarnation after the other, until one ends in order or is not to be followed."""
         while True:
             gang = self._gang
-            code = await gang.ended
+            code = await gang.ending.done
             self._was_ready |= gang.ready.done()
-            if gang.cause is not None:
-                self._telemetry.failed(gang.cause.fault.code)
-                _say_cause(gang.cause)
+            if gang.ending.cause is not None:
+                self._telemetry.tick()  # what its ranks did last counts too
+                self._telemetry.failed(gang.ending.cause.fault.code)
+                _say_cause(gang.ending.cause)
                 self._write_report()
             await self._now.close()
             if not gang.goes_on:
                 return code
             if await self._unwanted_within(self._restarts.take(was_ready=gang.ready.done())):
                 return ExitCode.OK
-            self._files = self._files.of_epoch(gang.epoch + 1)
-            relay_trace, before, old_trace = create_trace_file(self._files.relay_trace), self._now, relay_trace
-            await asyncio.wrap_future(self._relay.restart(self._files, relay_trace))
-            gang.restart()
-            self._now = self._incarnation(relay_trace, gang)
+            before = self._now
+            try:
+                await self._come_back()
+            except (OSError, zmq.ZMQError) as error:  # its folder was removed, descriptors or processes have run out
+                _log.error(f"the gang cannot be started again: {error}")
+                if self._now is not before:
+                    await self._now.close()
+                return code
             before.release()
-            old_trace.close()
-            self._now.start()
+
+    async def _come_back(self) -> None:
+        """Raises OSError or ZMQError: the host does not give what the next incarnation takes."""
+        self._files = self._files.of_epoch(self._gang.epoch + 1)
+        log_epoch(self._files.epoch)
+        old, self._relay_trace = self._relay_trace, create_trace_file(self._files.relay_trace)
+        await asyncio.wrap_future(self._relay.restart(self._files, self._relay_trace))
+        self._gang.restart()
+        self._now = self._incarnation(self._gang)
+        old.close()
+        self._now.start()
 
     async def _unwanted_within(self, seconds: float) -> bool:
         """Wait so long before the next incarnation, or until nobody wants it any more."""
@@ -228,7 +243,7 @@ class _Coordinator:
 
     def _stop(self, why: str, *, again_at_once: bool = True) -> None:
         self._unwanted.set()
-        self._gang.stop(why, again_at_once=again_at_once)
+        self._gang.ending.stop(why, again_at_once=again_at_once)
 
     def _starter_gone(self) -> None:
         assert self._launch.starter is not None
@@ -240,8 +255,8 @@ class _Coordinator:
         gang = self._gang
         try:
             path = write_report(gang, self._relay, admin.status(gang, self._relay), self._launch.environment)
-        except OSError as error:
-            return say(f"no report could be written: {error}")
+        except Exception as error:  # whatever it is, the end of the gang must not hang on it
+            return say(f"no report could be written: {type(error).__name__}: {error}")
         say(f"report: {path}")
 
     # Talking to people.
@@ -264,7 +279,7 @@ class _Coordinator:
         """A rank that never answers ends the gang by the step limit, and with it this wait."""
         gang = self._gang
         answer = gang.operations.ask(operation)
-        await asyncio.wait((answer, gang.ended), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answer, gang.ending.done), return_when=asyncio.FIRST_COMPLETED)
         told = answer.result() if answer.done() else {"error": "the gang has ended before it was done"}
         self._answer_admin(identity, told | {"pid": os.getpid()})
 
@@ -309,7 +324,7 @@ class _Coordinator:
 
     def relay_failed(self, error: BaseException) -> None:
         cause = causes.own(ExitCode.DISAGREEMENT, f"relay: {type(error).__name__}: {error}")
-        self._loop.call_soon_threadsafe(lambda: self._gang.fail(cause))
+        self._loop.call_soon_threadsafe(lambda: self._gang.ending.fail(cause))
 
     def configure_kv(self, body: bytes) -> None:
         self._loop.call_soon_threadsafe(lambda: self._gang.configure_kv(body))

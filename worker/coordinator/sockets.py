@@ -10,20 +10,40 @@ the last word of a rank came while the coordinator sent it the number of blocks.
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from collections.abc import Iterable
+from typing import TypeVar, cast
 
 import zmq
 import zmq.asyncio
 
 from worker.config import HARD_FRAME_BYTES
 
+S = TypeVar("S", "zmq.Socket[bytes]", zmq.asyncio.Socket)
+
 
 def bound(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
     socket = context.socket(kind)
     socket.linger = 0
     socket.maxmsgsize = HARD_FRAME_BYTES
-    socket.bind(endpoint)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError:
+        socket.close()
+        raise
     return socket
+
+
+def all_or_none(bindings: Iterable[S]) -> list[S]:
+    """Sockets as they are made; if one cannot be, those before it are closed: an open one keeps its context from
+    ending."""
+    made: list[S] = []
+    try:
+        made.extend(bindings)
+    except zmq.ZMQError:
+        for socket in made:
+            socket.close(linger=0)
+        raise
+    return made
 
 
 def send_now(socket: zmq.asyncio.Socket, *frames: bytes) -> bool:

@@ -14,6 +14,7 @@ import zmq
 
 from worker.config import HARD_FRAME_BYTES
 from worker.coordinator.lease import Lease
+from worker.coordinator.sockets import all_or_none
 from worker.gang_messages import PERFORM, RESET, STOP, seal, unseal
 from worker.run_files import RunFiles
 from worker.step_trace import DONE, FLAG_RELAYED, StepTrace
@@ -69,8 +70,9 @@ class Stream:
         self, context: zmq.Context[zmq.Socket[bytes]], files: RunFiles, *, world_size: int, output_rank: int
     ) -> None:
         self._epoch = files.epoch
-        self._steps = [bind(context, zmq.DEALER, files.steps_endpoint(rank)) for rank in range(world_size)]
-        self.answers = bind(context, zmq.PULL, files.answers_endpoint(output_rank))
+        endpoints = [(zmq.DEALER, files.steps_endpoint(rank)) for rank in range(world_size)]
+        endpoints.append((zmq.PULL, files.answers_endpoint(output_rank)))
+        *self._steps, self.answers = all_or_none(bind(context, kind, endpoint) for kind, endpoint in endpoints)
         self.in_flight: deque[InFlight] = deque()
         self.recent: deque[InFlight] = deque(maxlen=64)
         self._head_since = 0.0
@@ -206,7 +208,11 @@ def waiting(socket: zmq.Socket[bytes], most: int) -> Iterator[list[bytes]]:
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
     socket = _bounded(context, kind)
-    socket.bind(endpoint)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError:
+        socket.close()
+        raise
     return socket
 
 

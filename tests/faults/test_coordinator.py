@@ -1,0 +1,62 @@
+"""What befalls the coordinator itself: a pause of its own is nobody's fault, and a host that gives no more ends it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.fake_gangs import SLACK, failure, fake_gang, next_event, prompt_step
+from tests.processes import stop
+from workerproto.client import LeaseLost
+from workerproto.messages import Result
+from workerproto.states import Gang
+
+
+def test_its_own_pause_is_not_the_silence_of_others(run_dir: Path, tmp_path: Path) -> None:
+    """Once for little more than the limits and once for much more, with a step done meanwhile."""
+    limits = ["--heartbeat-timeout", "0.6", "--step-timeout", "0.6", "--startup-timeout", "60"]
+    with fake_gang(run_dir, tmp_path, *limits, RANKD_FAULT="rank=1;at=step;n=2;do=sleep:0.3") as running:
+        running.wait_ready()
+        with running.client() as client:
+            client.wait_ready(10)
+            for request, pause in enumerate((1.0, 2.5)):
+                client.submit(prompt_step(request, request))
+                stop(running.pid)
+                time.sleep(pause)
+                os.kill(running.pid, signal.SIGCONT)
+                assert isinstance(client.receive(10).message, Result)
+                assert running.status()["waiting_for"] == []
+        running.process.terminate()
+        assert running.wait_exit(10) == 0, running.said
+        assert not running.errors()
+
+
+@pytest.mark.parametrize("denied", ["its folder", "descriptors"])
+def test_a_gang_that_cannot_come_back(run_dir: Path, tmp_path: Path, denied: str) -> None:
+    with fake_gang(run_dir, tmp_path, "--max-restarts", "3") as running:
+        running.wait_ready()
+        with running.client() as client:
+            client.wait_ready(10)
+            victim = running.rank_pid(1)
+            if denied == "descriptors":
+                few = psutil.Process(running.pid).num_fds()
+                resource.prlimit(running.pid, resource.RLIMIT_NOFILE, (few, few))
+            else:
+                shutil.rmtree(run_dir / "g")
+            os.kill(victim, signal.SIGKILL)
+            assert failure(client, 1.0 * SLACK)[1].signal == "SIGKILL"
+            with pytest.raises(LeaseLost):
+                next_event(client, Gang.READY, 10)
+        assert running.wait_exit(5) == 70
+        first, last = running.errors()
+        assert first == "rank 1, ready: was killed by SIGKILL (exit code 70)"
+        assert last.startswith("the gang cannot be started again: ")
+        assert "Traceback" not in running.said
+        running.wait_nothing_left()

@@ -1,0 +1,73 @@
+"""After a restart every view of the gang is of the new epoch, and what counts over epochs goes on counting."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import urllib.request
+from pathlib import Path
+
+from tests.faults.fake_gangs import failure, fake_gang, next_event, prompt_step
+from tests.gang.gangs import RunningGang, workerctl
+from workerproto.client import Client
+from workerproto.states import Gang
+
+
+def metric(running: RunningGang, name: str) -> float:
+    url = re.search(r"http://\S+/metrics", running.said)
+    assert url is not None
+    text = urllib.request.urlopen(url[0], timeout=10).read().decode()
+    values = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    assert len(values) == 1, text
+    return float(values[0])
+
+
+def steps(client: Client, count: int) -> None:
+    for request in range(count):
+        client.submit(prompt_step(request, request))
+        client.receive(10)
+
+
+def test_every_view_follows_the_epoch(run_dir: Path, tmp_path: Path) -> None:
+    with fake_gang(run_dir, tmp_path, "--max-restarts", "1", "--metrics-port", "0") as running:
+        running.wait_ready()
+        with running.client() as client:
+            client.wait_ready(10)
+            steps(client, 5)
+            before = running.rank_pid(1)
+            os.kill(before, signal.SIGKILL)
+            assert failure(client, 10)[0] == 1
+            next_event(client, Gang.READY, 20)
+
+            def told(command: str, *more: str) -> str:
+                result = workerctl(run_dir, command, "--name", "g", *more)
+                assert result.returncode == 0, result.stderr
+                return result.stdout
+
+            nothing = workerctl(run_dir, "trace", "--name", "g", "--output", str(tmp_path / "none"))
+            assert (nothing.returncode, "has done no step yet" in nothing.stderr) == (78, True), "none of this epoch"
+            steps(client, 2)
+            status = running.status()
+            ranks = status["ranks"]
+            assert (status["epoch"], status["last_fault"]["rank"], status["requests_live"]) == (2, 1, 2)
+            assert [(one["step"], one["steps_done"]) for one in ranks] == [(2, 2), (2, 2)]
+            now = ranks[1]["pid"]
+            assert now != before
+            stacks = told("stacks")
+            assert f"process {now}" in stacks
+            assert f"process {before}" not in stacks
+            trace = tmp_path / "trace.json"
+            told("trace", "--output", str(trace))
+            arguments = [event.get("args", {}) for event in json.loads(trace.read_text())["traceEvents"]]
+            assert {one["step"] for one in arguments if "step" in one} == {1, 2}
+            assert metric(running, 'rankd_steps_total{outcome="done",rank="1"}') == 7, "of both epochs"
+            assert metric(running, "rankd_restarts_total") == 1
+            logs = told("logs", "--lines", "1000").splitlines()
+            ready = [line for line in logs if "READY in" in line]
+            assert ["epoch 1" in line for line in ready] == [True, False], ready
+            assert all("epoch 2" in line for line in logs if " rank 1 pp 1 " in line)
+        running.process.terminate()
+        assert running.wait_exit(10) == 0
+        running.wait_nothing_left()
