@@ -298,6 +298,19 @@ def test_failure_comes_after_the_results_that_were_there(house: House) -> None:
     assert scheduler.expect(Error).code is ErrorCode.LEASE_ENDED
 
 
+def test_who_waits_for_a_lease_when_the_gang_fails_is_told_that_it_has(house: House) -> None:
+    """The ranks were to forget the lease before, which they never will."""
+    house.ready()
+    house.attached().step()
+    house.take()
+    second = house.scheduler()
+    second.hello(takeover=True)
+    assert house.take()[0] == RESET
+    house.enter(Gang.FAILED, fault=Fault(70, 1, "step", 1, None, "boom"))
+    bye = second.expect(Bye)
+    assert (bye.code, bye.message) == ("FAILED", "boom")
+
+
 @pytest.mark.parametrize(("gang_step", "lease_step"), [(3, 1), (1, None), (9, None), (None, None)])
 def test_a_fault_names_its_step_in_the_lease_s_numbers(
     house: House, gang_step: int | None, lease_step: int | None

@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 import zmq
 
+from worker.coordinator.barrier import Barrier, Operation
 from worker.coordinator.lease import Lease, judge_hello, judge_sender
 from worker.coordinator.listener import Listener
 from worker.coordinator.poll_thread import PollThread
@@ -53,13 +54,6 @@ _SAMPLE_FOLLOWS = int(HeaderFlag.SAMPLE_FOLLOWS)
 _RESETTABLE = (Gang.READY, Gang.ASLEEP, Gang.UPDATING, Gang.DRAINING)
 BATCH = 64
 """Frames read from one socket before the other has its turn: rubbish from a stranger must not hold up a result."""
-
-
-class _Operation(NamedTuple):
-    body: bytes
-    lease: Lease | None  # None: an operator's, who is answered by `settled`
-    lease_seq: int
-    settled: Callable[[Kind, bytes], None] | None
 
 
 class Relay:
@@ -98,8 +92,7 @@ class Relay:
         self._facts: Facts | None = None
         self._dirty = False  # steps were sent since the last reset
         self._resetting = False
-        self._operation: _Operation | None = None
-        self._proposed = False  # to the ranks
+        self._barrier = Barrier(self.stream, self._listener.configure_kv)
         self._met = False  # the ranks are connected
         self._thread.troubles = 0
 
@@ -153,7 +146,7 @@ class Relay:
         ends with it unless the gang `goes_on` in a next epoch."""
         if state is Gang.FAILED:
             self._from_output(sys.maxsize)
-            self._drop_operation()
+            self._barrier = Barrier(self.stream, self._listener.configure_kv)  # whoever asked hears of the failure
         if state is Gang.READY and not self._met:
             self.stream.meet()
             self._met = True
@@ -161,13 +154,15 @@ class Relay:
         self._facts = facts or self._facts
         if facts is not None and self.recorder is not None:
             self.recorder.begin(facts)
-        if (lease := self._lease) is not None and lease.held:
+        if (lease := self._lease) is None:
+            return
+        if lease.held:
             fault = fault and msgspec.structs.replace(fault, step=self._lease_step(lease, fault.step))
             self._tell(lease, Kind.EVENT, Event(state, self._epoch, lease.answered, facts, fault))
-            if state is Gang.FAILED and lease is self._lease:
-                if goes_on:
-                    return lease.lose_in_flight()
-                self._end_lease(LeaseEvent.GANG_ENDED, "FAILED", fault.message if fault else "")
+        if state is Gang.FAILED and lease is self._lease:
+            if goes_on:
+                return lease.lose_in_flight()
+            self._end_lease(LeaseEvent.GANG_ENDED, "FAILED", fault.message if fault else "")
 
     def _lease_step(self, lease: Lease, gang_seq: int | None) -> int | None:
         """A fault names its step by gang sequence; None if it was none of this lease, or one of long ago."""
@@ -204,7 +199,7 @@ class Relay:
         lease = judge_sender(header, self._lease, identity, self._ended)
         lease.heard = time.monotonic()
         if kind in ORDERED_KINDS:
-            barrier = self._operation is not None
+            barrier = self._barrier.operation is not None
             lease.judge_ordered(header, self._epoch, self._credit, self._state, barrier=barrier)
             lease.expected += 1
             self._dirty = True
@@ -223,8 +218,7 @@ class Relay:
     def _take_ordered(self, lease: Lease, header: Header, frame: bytes, body: bytes) -> None:
         seq, sampling = header.seq, lease.sampling
         if header.kind is Kind.CONTROL:
-            self._operation = _Operation(body, lease, seq, None)
-            return self._propose()
+            return self._barrier.put_up(Operation(body, lease, seq), self._state)
         if header.kind is Kind.SAMPLE and (sampling.is_of_refused(seq) or sampling.is_of_passed_over(body)):
             return
         if self.recorder is not None:
@@ -258,7 +252,7 @@ class Relay:
             header = self._deliver_answer(lease, Kind(kind), step.lease_seq, body)
             if self.recorder is not None:
                 self.recorder.frame(header.encode(), body)
-        self._propose()
+        self._barrier.begin(self._state)
 
     def _deliver_answer(self, lease: Lease, kind: Kind, seq: int, body: bytes) -> Header:
         header = Header(kind, 0, self._epoch, lease.number, seq)
@@ -271,24 +265,12 @@ class Relay:
         """Carry out an operator's operation, in the gang's order. Posted by the main thread; `settled` is called on
         this one, with the kind and body of the answer: Done, Refused or Error.
         """
-        if self._operation is not None or self._state not in OPERABLE:
-            code = ErrorCode.NOT_READY if self._operation is None else ErrorCode.BARRIER
-            why = f"it is {self._state}" if self._operation is None else "another operation is being carried out"
+        busy = self._barrier.operation is not None
+        if busy or self._state not in OPERABLE:
+            code = ErrorCode.BARRIER if busy else ErrorCode.NOT_READY
+            why = "another operation is being carried out" if busy else f"it is {self._state}"
             return settled(Kind.ERROR, encode_body(Error(code, message=f"the gang takes no operation: {why}")))
-        self._operation = _Operation(body, None, 0, settled)
-        self._propose()
-
-    def _propose(self) -> None:
-        """Earlier steps are answered first, and a reset that is on its way."""
-        operation = self._operation
-        if operation is None or self._proposed or self.stream.in_flight:
-            return
-        self._proposed = True
-        if self._state is Gang.AWAITING_KV:  # its ranks take no frames yet
-            self.stream.expect(0, operation.lease, operation.lease_seq)
-            self._listener.configure_kv(operation.body)
-        else:
-            self.stream.send(Kind.CONTROL, 0, operation.body, operation.lease, operation.lease_seq)
+        self._barrier.put_up(Operation(body, settled=settled), self._state)
 
     def perform(self) -> None:
         """All ranks have agreed to the operation."""
@@ -296,9 +278,7 @@ class Relay:
 
     def settle(self, kind: Kind, body: bytes, *, moved: bool) -> None:
         """The operation is answered. `moved`: the gang's state has, of which the holder is told already."""
-        operation, self._operation, self._proposed = self._operation, None, False
-        assert operation is not None
-        self.stream.answered()
+        operation = self._barrier.take_down()
         if operation.settled is not None:
             operation.settled(kind, body)
             if not moved and (lease := self._lease) is not None and lease.held:  # it was told to wait, and may go on
@@ -310,10 +290,6 @@ class Relay:
             self._lease.answered = operation.lease_seq
             self._deliver_answer(self._lease, kind, operation.lease_seq, body)
         self._reset()
-
-    def _drop_operation(self) -> None:
-        """The gang has failed. A scheduler hears that by the event; an operator's asker sees it by itself."""
-        self._operation, self._proposed = None, False
 
     # Leases.
 
@@ -353,10 +329,9 @@ class Relay:
 
     def _reset(self) -> None:
         """Have the ranks forget the lease, once an operation that they carry out is done."""
-        if self._resetting and self._dirty and not self._proposed:
+        if self._resetting and self._dirty and not self._barrier.begun:
             self._dirty = False
-            if self._operation is not None and self._operation.lease is not None:
-                self._operation = None  # nobody waits for it, and it has not begun
+            self._barrier.leave()
             self.stream.send(RESET)
 
     def _reset_done(self, dropped: int) -> None:
@@ -366,7 +341,7 @@ class Relay:
             self._listener.update_lost()
         if self._lease is not None and not self._lease.held:
             self._welcome()
-        self._propose()
+        self._barrier.begin(self._state)
 
     def _patience(self) -> int | None:
         """Milliseconds until the next ping or the end of the lease, None without a lease."""
