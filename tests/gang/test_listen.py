@@ -59,6 +59,13 @@ def test_known_keys_connect_and_unknown_ones_are_refused_and_logged(run_dir: Pat
                 pass
             assert time.monotonic() - began < 5, "it is told, and does not wait for its limit"
         running.wait_said(f"client key {stranger.public.decode()} is not in {ours / 'clients'}")
+        asked = ["conformance", "--endpoint", endpoint, "--only", "9.takeover"]
+        asked += ["--server-key", str(ours / "server.key")]
+        tried = workerctl(run_dir, *asked, "--client-key", str(ours / "laptop.key_secret"))
+        assert (tried.returncode, tried.stdout.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 not tried"), tried.stderr
+        tried = workerctl(run_dir, *asked, "--limit", "0.5", "--client-key", str(theirs / "stranger.key_secret"))
+        assert (tried.returncode, "is its own the right one" in tried.stderr) == (1, True), tried.stderr
+        assert "go together" in workerctl(run_dir, *asked).stderr
         (theirs / "clients" / "stranger.key").rename(ours / "clients" / "stranger.key")
         with Client(endpoint, keys=stranger, timeout=10) as client:
             assert draws(client) == expected, "a key counts as soon as it is there"

@@ -10,11 +10,13 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from worker.ctl.admin_client import NO_SUCH_GANG
 from worker.exit_codes import ExitCode
 from worker.options import Parser
 from workerproto.client import ClientError, LeaseHeld, NoSuchGang
+from workerproto.curve import CurveKeys
 from workerproto.rundir import DEFAULT_NAME, endpoint_of
 from workerproto.testing import check_scheduler, check_worker
 from workerproto.testing.report import Outcome, Report
@@ -25,13 +27,17 @@ _FAILED = 1
 def conformance(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """0 if every rule that could be tried was kept; 1 if not, or the gang is held or not READY; 3 if there is none.
 
-    Raises ValueError for a scheduler's command that cannot be run.
+    Raises ValueError for keys that are none, a rule that is none, and a scheduler's command that cannot be run.
     """
     parser = Parser(
         "workerctl conformance",
         "Hold a gang to the wire's spec, which must be READY and held by nobody; or a scheduler, which needs no gang.",
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
+    parser.add_argument("--endpoint", help="of the gang, instead of its name")
+    parser.add_argument("--server-key", type=Path, metavar="FILE", help="over tcp: the gang's public key, server.key")
+    parser.add_argument("--client-key", type=Path, metavar="FILE", help="over tcp: this client's NAME.key_secret")
+    parser.add_argument("--only", action="append", metavar="RULE", help="may be given several times")
     parser.add_argument(
         "--limit", type=float, default=5, metavar="SECONDS", help="to wait for each answer (%(default)s)"
     )
@@ -61,6 +67,14 @@ def conformance(arguments: Sequence[str], environment: Mapping[str, str]) -> int
 
 
 def _outcomes(options: Namespace, environment: Mapping[str, str]) -> Iterator[Outcome]:
+    of_worker = [rule.name for rule in check_worker.RULES]
+    rules = of_worker if options.scheduler is None else check_scheduler.RULES
+    if unknown := [rule for rule in options.only or () if rule not in rules]:
+        raise ValueError(f"--only is {unknown[0]!r}, it must be one of {', '.join(rules)}")
+    if (options.server_key is None) != (options.client_key is None):
+        raise ValueError("--server-key and --client-key go together")
     if options.scheduler is not None:
-        return check_scheduler.outcomes(shlex.split(options.scheduler), limit_s=options.limit)
-    return check_worker.outcomes(endpoint_of(options.name, environment), limit_s=options.limit)
+        return check_scheduler.outcomes(shlex.split(options.scheduler), limit_s=options.limit, only=options.only)
+    keys = CurveKeys.read(options.server_key, options.client_key) if options.server_key else None
+    endpoint = options.endpoint or endpoint_of(options.name, environment)
+    return check_worker.outcomes(endpoint, limit_s=options.limit, only=options.only, keys=keys)

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator
 from contextlib import closing
 
 from workerproto.client import Client
+from workerproto.curve import CurveKeys
 from workerproto.testing.conformance_bench import Bench, Rule
 from workerproto.testing.conformance_control import OPERATIONS
 from workerproto.testing.conformance_frames import FRAMES
@@ -28,18 +29,23 @@ RULES: tuple[Rule, ...] = tuple(sorted(_RULES, key=lambda rule: int(rule.name.pa
 """In the order of the spec's sections, which their names begin with."""
 
 
-def check_worker(endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None = None) -> Report:
-    """Drive the worker at this endpoint through the spec; `only`: names of the rules to try, None for all.
+def check_worker(
+    endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None = None, keys: CurveKeys | None = None
+) -> Report:
+    """Drive the worker at this endpoint through the spec; `only`: names of the rules to try, None for all; `keys`: for
+    one that is reached by CURVE.
 
     limit_s bounds each wait for an answer. Raises a ClientError and tries nothing if there is no worker, another
     scheduler holds it (LeaseHeld), or it does not become READY within the limit.
     """
-    return Report(list(outcomes(endpoint, limit_s=limit_s, only=only)))
+    return Report(list(outcomes(endpoint, limit_s=limit_s, only=only, keys=keys)))
 
 
-def outcomes(endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None = None) -> Iterator[Outcome]:
+def outcomes(
+    endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None = None, keys: CurveKeys | None = None
+) -> Iterator[Outcome]:
     """The same, rule by rule as they are tried."""
-    with closing(Client(endpoint, name="conformance suite", timeout=limit_s)) as client:
+    with closing(Client(endpoint, name="conformance suite", timeout=limit_s, keys=keys)) as client:
         timeout_s = client.attach().lease_timeout_ms / 1000
         facts = client.wait_ready(limit_s)
     reference: list[int] = []
@@ -50,10 +56,10 @@ def outcomes(endpoint: str, *, limit_s: float = 5.0, only: Container[str] | None
         if lost:
             yield Outcome(rule.name, None, lost)
             continue
-        bench = Bench(endpoint, limit_s, timeout_s, facts, reference)
+        bench = Bench(endpoint, limit_s, timeout_s, facts, reference, keys)
         outcome = _try(rule, bench)
         yield outcome
-        if outcome.passed is False and not _attaches(endpoint, limit_s):
+        if outcome.passed is False and not _attaches(endpoint, limit_s, keys):
             lost = f"the worker takes no lease any more, since {rule.name}"
 
 
@@ -62,8 +68,8 @@ def _try(rule: Rule, bench: Bench) -> Outcome:
         return outcome_of(rule.name, lambda: rule.run(bench))
 
 
-def _attaches(endpoint: str, limit_s: float) -> bool:
-    with closing(Link(endpoint, limit_s)) as link:
+def _attaches(endpoint: str, limit_s: float, keys: CurveKeys | None) -> bool:
+    with closing(Link(endpoint, limit_s, keys)) as link:
         try:
             link.attach()
         except Unmet:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from workerproto.codec import unpack
+from workerproto.curve import CurveKeys
 from workerproto.messages import Facts, RefusalCode, RowFlag, Sampling, Step
 from workerproto.testing.conformance_link import Link, NotProvoked, require
 from workerproto.testing.slow_rules import PlainRow, PlainStart, PlainStep
@@ -38,14 +39,16 @@ class Bench:
     """One rule's links to the worker, all closed at its end."""
 
     def __init__(
-        self, endpoint: str, limit_s: float, lease_timeout_s: float, facts: Facts, reference: list[int]
-    ) -> None:
+        self, endpoint: str, limit_s: float, lease_timeout_s: float, facts: Facts, reference: list[int],
+        keys: CurveKeys | None = None,
+    ) -> None:  # fmt: skip
         self.limit_s = limit_s
         self.lease_timeout_s = lease_timeout_s
         self.facts = facts
         self.reference = reference
         """Greedy continuation of `prompt()`, filled by the first who needs it."""
         self._endpoint = endpoint
+        self._keys = keys
         self._links = ExitStack()
 
     def close(self) -> None:
@@ -53,7 +56,7 @@ class Bench:
 
     def link(self) -> Link:
         """A new socket, not attached."""
-        return self._links.enter_context(closing(Link(self._endpoint, self.limit_s)))
+        return self._links.enter_context(closing(Link(self._endpoint, self.limit_s, self._keys)))
 
     def attached(self) -> Link:
         link = self.link()

@@ -11,6 +11,7 @@ import zmq
 from msgspec import Struct
 
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
+from workerproto.curve import CurveKeys
 from workerproto.messages import (
     Bye,
     Error,
@@ -69,7 +70,7 @@ def told(header: Header | None, message: Struct | None) -> str:
 class Link:
     """A new DEALER and a new lease. `next_seq` is of the next step; a frame in error does not move it."""
 
-    def __init__(self, endpoint: str, limit_s: float) -> None:
+    def __init__(self, endpoint: str, limit_s: float, keys: CurveKeys | None = None) -> None:
         self.lease = 1 + secrets.randbelow(2**32 - 1)
         self.epoch = 0
         self.next_seq = 1
@@ -78,6 +79,8 @@ class Link:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        if keys is not None:
+            keys.apply(self._socket)
         self._socket.connect(endpoint)
 
     # To the worker.
