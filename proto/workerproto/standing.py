@@ -90,6 +90,9 @@ class Standing:
                 if self.state is not Gang.UPDATING:
                     message = f"{name_of(operation)} without update_begin"
                     raise Refusal(RefusalCode.NOT_UPDATING, message, "op", name_of(operation), "update_begin")
+                if isinstance(operation, UpdateFinish) and not operation.weights_id:
+                    message = "the new weights need a name: by the old one nobody could tell that they are others"
+                    raise Refusal(RefusalCode.BAD_ARGUMENT, message, "weights_id", "no name", "a name")
                 return GangEvent.UPDATE_FINISH if isinstance(operation, UpdateFinish) else None
             case Profile():
                 return None

@@ -215,6 +215,7 @@ def test_new_weights_come_in_place_or_not_at_all(asleep_or_not: RunningGang, tmp
         done(client, UpdateBegin())
         for chunk in chunks:
             done(client, chunk)
+        assert refused(client, UpdateFinish("")).field == "weights_id"
         _, states = ask(client, UpdateFinish("second"))
         assert states == ["READY"]
         assert client.facts is not None
@@ -227,6 +228,9 @@ def test_new_weights_come_in_place_or_not_at_all(asleep_or_not: RunningGang, tmp
         assert tokens(client, 3) == new
         lost = refused(client, Sleep(2))
         assert (lost.code, "came by an update" in lost.message) == (RefusalCode.NOT_POSSIBLE, True)
+    with asleep_or_not.client() as client:  # whoever comes next reads it off Welcome
+        assert client.facts is not None
+        assert (client.facts.weights_id, client.facts.weights_valid) == ("second", True)
 
 
 def _chunks(running: RunningGang, folder: Path) -> list[UpdateChunk]:

@@ -229,8 +229,8 @@ class Gang:
     def _operated(self, event: GangEvent, weights_id: str | None) -> None:
         """All ranks have carried out what does this to the gang."""
         if self.facts is not None and event is GangEvent.UPDATE_FINISH:
-            named = weights_id or self.facts.weights_id
-            self.facts = msgspec.structs.replace(self.facts, weights_id=named, weights_valid=True)
+            assert weights_id, "ranks take no update without a name"
+            self.facts = msgspec.structs.replace(self.facts, weights_id=weights_id, weights_valid=True)
         self._move(event)
         if self.state is GangState.DRAINING:
             self.ending.stop("drained")
