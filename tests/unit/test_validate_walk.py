@@ -25,6 +25,8 @@ def test_the_validator_walks_with_the_rules(limits: StepLimits, seed: int, steps
     seen = random_walk(seed, steps, limits)
     for what in ("finished", "preempted", "resumed", "forced", "chunks", "without rows", "blocks shared"):
         assert seen[what] > steps / 100, what
+    assert seen["masks"] > steps / 50
+    assert len([what for what in seen if what.startswith("refused: mask")]) == 10
     assert seen["blocks shared that this step writes"] > 0
     assert seen["blocks granted that this step releases"] > steps / 10
     assert sum(number for what, number in seen.items() if what.startswith("refused")) > steps / 4

@@ -5,21 +5,25 @@
 A random scheduler makes valid steps of every shape that the spec allows; the validator must accept each, and hold what
 `SlowRules` holds afterwards; the tokens of a model that reads through its block table must be the right ones. In
 between, a step is broken in one place at random: the validator must refuse it whenever the slow rules do, must be
-exactly as it was before, must refuse what follows AFTER_REFUSAL, and must go on with RESYNC.
+exactly as it was before, must refuse what follows AFTER_REFUSAL, and must go on with RESYNC. Some steps wait for
+masks, which are broken in the same way, and leave the step to wait.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from workerproto.codec import encode_body, unpack
+from workerproto.masks import Masks
 from workerproto.messages import HeaderFlag, RefusalCode, RowFlag
 from workerproto.steps import Refusal, StepLimits
 from workerproto.testing.breakage import break_step
 from workerproto.testing.fake_model import FakeModel
+from workerproto.testing.random_samples import body_of, break_sample, random_sample
 from workerproto.testing.random_scheduler import LAG, RandomScheduler
-from workerproto.testing.slow_rules import Broken, PlainStep, SlowRules
+from workerproto.testing.slow_rules import Broken, PlainSample, PlainStep, SlowRules
 from workerproto.validate import StepValidator
 
 LIMITS = StepLimits(
@@ -29,53 +33,88 @@ LIMITS = StepLimits(
 
 
 def random_walk(
-    seed: int, steps: int, limits: StepLimits = LIMITS, breakage: float = 0.3
+    seed: int, steps: int, limits: StepLimits = LIMITS, breakage: float = 0.3, waiting: float = 0.2
 ) -> Counter[str]:
     """Walk, and return how often each thing happened. Raises AssertionError where validator and rules disagree.
 
-    breakage: share of steps that are preceded by a broken one.
+    breakage: share of steps that are preceded by a broken one, and of Samples. waiting: share of steps that wait for a
+    Sample.
     """
     rng = random.Random(seed)
-    walk = _Walk(rng, limits)
+    walk = _Walk(rng, limits, breakage)
     for _ in range(steps):
         plain = RandomScheduler(rng, walk.rules, walk.sampled_at, walk.now).step()
         while rng.random() < breakage:
             walk.try_broken(plain)
-        walk.accept(plain)
+        walk.accept(plain, random_sample(rng, plain, limits.vocabulary) if rng.random() < waiting else None)
     return walk.seen
+
 
 OF_NO_REQUEST = {
     RefusalCode.MALFORMED, RefusalCode.AFTER_REFUSAL, RefusalCode.UNEXPECTED_RESYNC, RefusalCode.NOT_IMPLEMENTED,
-    RefusalCode.TOO_MANY_TOKENS, RefusalCode.TOO_MANY_ROWS, RefusalCode.TOO_MANY_REQUESTS,
+    RefusalCode.TOO_MANY_TOKENS, RefusalCode.TOO_MANY_ROWS, RefusalCode.TOO_MANY_REQUESTS, RefusalCode.SAMPLE_DUE,
+    RefusalCode.BAD_STEP, RefusalCode.BAD_MASK,
 }  # fmt: skip
 """Codes of which a refusal may name no request: the fault is in the step as a whole, or whose it is cannot be read."""
 
 
+EMPTY = encode_body(PlainStep().packed())
+
+
 class _Walk:
-    def __init__(self, rng: random.Random, limits: StepLimits) -> None:
+    def __init__(self, rng: random.Random, limits: StepLimits, breakage: float) -> None:
         self.seen: Counter[str] = Counter()
         self.rules = SlowRules(limits)
         self.sampled_at: dict[int, int] = {}
         self.now = 0
         self._rng = rng
+        self._breakage = breakage
         self._validator = StepValidator(limits)
         self._model = FakeModel(limits)
         self._resync = 0
         self._cause = 0
 
-    def accept(self, plain: PlainStep) -> None:
+    def accept(self, plain: PlainStep, sample: PlainSample | None) -> None:
         """The step is valid: validator, model and rules must come to the same."""
         _count(plain, self.rules, self.seen)
-        tokens = self.rules.apply(plain)
+        tokens = self.rules.apply(plain, sample)
         self.now += 1
-        accepted = self._validator.check(self.now, self._resync, encode_body(plain.packed()))
+        flags = self._resync | (0 if sample is None else int(HeaderFlag.SAMPLE_FOLLOWS))
+        accepted = self._validator.check(self.now, flags, encode_body(plain.packed()))
         self._resync = 0
-        result = self._model.execute(accepted, self._validator.table)
+        masks = None if sample is None else self._give(sample, plain, self.now)
+        result = self._model.execute(accepted, self._validator.table, masks)
         assert unpack(result.tokens).tolist() == tokens, f"step {self.now}: {plain}"
         for row in plain.rows:
             if row.flags & RowFlag.SAMPLE:
                 self.sampled_at[row.id] = self.now
         self._compare()
+
+    def _give(self, sample: PlainSample, plain: PlainStep, step: int) -> Masks:
+        """The step waits: whatever else comes, it waits until these masks do."""
+        rng, validator, vocabulary = self._rng, self._validator, self.rules.limits.vocabulary
+        while rng.random() < self._breakage:
+            name, broken, body, code = break_sample(rng, sample, plain, step, vocabulary)
+            if broken is not None:
+                try:
+                    self.rules.judge_sample(plain, broken)
+                except Broken:
+                    pass
+                else:
+                    raise AssertionError(f"{name} breaks no rule of masks: {broken}")
+            self._refuse(code, validator.check_sample, body, step)
+            self.seen[f"refused: mask, {name}"] += 1
+            for flags, code in rng.choice([[], [(0, RefusalCode.AFTER_REFUSAL)], [(2, RefusalCode.SAMPLE_DUE)]]):
+                self._refuse(code, validator.check, flags, EMPTY)
+            self._resync = HeaderFlag.RESYNC
+        before = snapshot(validator)
+        assert validator.check_sample(self.now + 1, b"another step's", step + 1) is None
+        assert snapshot(validator) == before
+        self.now += 1
+        masks = validator.check_sample(self.now, body_of(sample, step, vocabulary, rng), step)
+        assert masks is not None
+        self.seen["masks"] += len(sample.rows)
+        return masks
 
     def try_broken(self, plain: PlainStep) -> None:
         """Break the step in one place, then send it and what follows."""
@@ -87,18 +126,19 @@ class _Walk:
                 pass
             else:
                 raise AssertionError(f"{name} breaks no rule: {broken}")
-        self.now += 1
-        self._must_refuse(self.now, flags, encode_body(broken.packed()), code)
+        body, behind = encode_body(broken.packed()), encode_body(plain.packed())
+        self._refuse(code, self._validator.check, flags, body)
         self.seen[f"refused: {name}"] += 1
         for _ in range(self._rng.randrange(LAG)):  # steps that were in flight behind it
-            self.now += 1
-            self._must_refuse(self.now, 0, encode_body(plain.packed()), RefusalCode.AFTER_REFUSAL)
+            self._refuse(RefusalCode.AFTER_REFUSAL, self._validator.check, 0, behind)
         self._resync = HeaderFlag.RESYNC
 
-    def _must_refuse(self, seq: int, flags: int, body: bytes, code: RefusalCode) -> None:
-        before, refused = snapshot(self._validator), None
+    def _refuse(self, code: RefusalCode, check: Callable[..., object], *what: object) -> None:
+        """What `check` does with the next sequence is refused, and nothing is left of it."""
+        self.now += 1
+        seq, before, refused = self.now, snapshot(self._validator), None
         try:
-            self._validator.check(seq, flags, body)
+            check(seq, *what)
         except Refusal as refusal:
             refused = refusal
         assert refused is not None, f"step {seq} is accepted, it should be refused {code}"
@@ -128,6 +168,7 @@ def snapshot(validator: StepValidator) -> tuple[object, ...]:
     """All that a validator knows but its digest and the refusal it stands at."""
     table, blocks = validator.table, validator._blocks
     return (
+        validator.open,
         table.num_blocks.tolist(),
         table.computed.tolist(),
         table.known_end.tolist(),

@@ -68,6 +68,14 @@ class PlainStep:
 
 
 @dataclass
+class PlainSample:
+    """Masks before they are packed. rows: places in the step. allowed: tokens, one set for each of them."""
+
+    rows: list[int]
+    allowed: list[set[int]]
+
+
+@dataclass
 class Known:
     """A live request. tokens: known, or sampled by now (their number is the spec's `known_end`)."""
 
@@ -101,8 +109,8 @@ class SlowRules:
         twin.cells = [cells[:] for cells in self.cells]
         return twin
 
-    def apply(self, step: PlainStep) -> list[int]:
-        """Carry the step out and return the tokens it samples. Raises Broken."""
+    def apply(self, step: PlainStep, sample: PlainSample | None = None) -> list[int]:
+        """Carry the step out and return the tokens it samples, within the masks of `sample`. Raises Broken."""
         before = set(self.requests)
         for name in step.finished:
             _require(name in self.requests, "finished: unknown")
@@ -132,7 +140,19 @@ class SlowRules:
         for started in step.new + step.resumed:
             for block in started.blocks[: started.computed // self.limits.block_size]:
                 _require(len(self.cells[block]) == self.limits.block_size, "a prefix that nothing has written")
-        return [self._sample(row) for row in step.rows if row.flags & RowFlag.SAMPLE]
+        if sample is not None:
+            self.judge_sample(step, sample)
+        allowed = {} if sample is None else dict(zip(sample.rows, sample.allowed, strict=True))
+        drawing = [place for place, row in enumerate(step.rows) if row.flags & RowFlag.SAMPLE]
+        return [self._sample(step.rows[place], allowed.get(place)) for place in drawing]
+
+    def judge_sample(self, step: PlainStep, sample: PlainSample) -> None:
+        """Raises Broken."""
+        for place, allowed in zip(sample.rows, sample.allowed, strict=True):
+            _require(0 <= place < len(step.rows), "mask: no such row")
+            _require(step.rows[place].flags & RowFlag.SAMPLE, "mask: of a row that draws nothing")
+            _require(sample.rows.count(place) == 1, "mask: a row twice")
+            _require(allowed, "mask: nothing is allowed")
 
     def _release(self, name: int) -> None:
         for block in self.requests[name].blocks:
@@ -196,9 +216,11 @@ class SlowRules:
             self.cells[block].append(known.tokens[position])
         known.computed = end
 
-    def _sample(self, row: PlainRow) -> int:
+    def _sample(self, row: PlainRow, allowed: set[int] | None) -> int:
         known = self.requests[row.id]
         token = next_token(np.array(known.tokens, np.int32), self.limits.vocabulary, known.sampling)
+        while allowed is not None and token not in allowed:
+            token = (token + 1) % self.limits.vocabulary
         known.tokens.append(token)
         return token
 
