@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from workerproto.codec import Int32Array
 from workerproto.messages import Facts, RefusalCode, Refused, RowFlag, Sampling
@@ -89,8 +90,7 @@ class StartedRequest(NamedTuple):
     sampling: Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedStep:
+class AcceptedStep(Struct, frozen=True):
     """A step after its check. int32 arrays; one entry a row unless said otherwise.
 
     freed_slots: slots given up by finished and preempted requests (one of them may already be a started request's

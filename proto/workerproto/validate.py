@@ -172,17 +172,20 @@ class StepValidator:
 
     def _carry_out(self, sequence: int, step: Step) -> AcceptedStep:
         before = frozenset(self._sampling) if step.new else frozenset()
-        freed = self._finish(step.finished) + self._preempt(step.preempted)
+        freed = self._finish(step.finished) if len(step.finished) else []
+        if len(step.preempted):
+            freed += self._preempt(step.preempted)
         prefixes: list[_Prefix] = []
         started = [self._start_new(new, before, prefixes) for new in step.new]
         started += [self._resume(resume, prefixes) for resume in step.resumed]
         if self.live_requests > self.limits.live_requests:
             live, most = self.live_requests, self.limits.live_requests
             raise Refusal(RefusalCode.TOO_MANY_REQUESTS, f"{live} requests would live, {most} may", "new", live, most)
-        if not any(map(len, row_members(step))):
+        if not (len(step.ids) or any(map(len, row_members(step)))):
             # Nothing but an abort, or nothing at all: steps that keep a gang company while it idles are cheap.
             self._judge_prefixes(prefixes)
-            return AcceptedStep(sequence, np.array(freed, np.int32), started, *[_NONE] * 7)
+            slots = np.array(freed, np.int32) if freed else _NONE
+            return AcceptedStep(sequence, slots, started, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
         rows = read_rows(step)
         slots = judge_rows(rows, self._slot_of, self.table, self.limits)
         table, change = self.table, self._transaction.assign

@@ -43,7 +43,8 @@ def masked_tokens(running: RunningGang) -> list[list[int]]:
 def words(tokens: list[int]) -> list[int]:
     """int32 of one row's mask."""
     bits = sum(1 << token for token in tokens)
-    return unpack(memoryview(bits.to_bytes(4 * words_of(VOCABULARY), "little"))).tolist()  # type: ignore[no-any-return]
+    found: list[int] = unpack(memoryview(bits.to_bytes(4 * words_of(VOCABULARY), "little"))).tolist()
+    return found
 
 
 def test_masks_over_two_ranks_of_a_stage(run_dir: Path, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec import Struct, field
 
 from worker.step_trace import StepTrace
 from workerproto.codec import Int32Array
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_GRAPH_ROWS = 256
+NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,7 @@ class RunnerConfig:
                 raise ValueError(f"{name} is {value}, it must be at least {bound}")
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimings:
+class StepTimings(Struct, frozen=True):
     """Microseconds, on this rank."""
 
     wait: int = 0
@@ -56,12 +57,11 @@ class StepTimings:
     sample: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(Struct, frozen=True):
     """The answer to a step, on the host. tokens: int32, one a SAMPLE row, in row order. The rest as in `sampler`."""
 
     sequence: int
-    tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    tokens: Int32Array = field(default_factory=lambda: NO_TOKENS)
     nonfinite: int = 0
     logprobs: Logprobs | None = None
     timings: StepTimings = StepTimings()
