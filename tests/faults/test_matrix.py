@@ -1,21 +1,27 @@
-"""Every phase of a rank's life by every way to die in it: who is named, with which code, phase and step, how soon, and
-that the gang is back with nothing of before. No torch: a gang of two ranks that dies once an epoch."""
+"""Every phase of a rank's life by every way to die, to hang and to be stopped in it, and by being asked to stop there:
+who is named, with which code, phase and step, how soon, and that nothing of before is left. No torch: gangs that fail
+once an epoch, several side by side."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.faults.fake_gangs import SLACK, early_client, failure, fake_gang, first_token, next_event, prompt_step
+from tests.faults.phases import OPERATING, STARTING, STEPPING, bring, phase_at
+from tests.faults.side_by_side import Case, side_by_side
+from tests.gang.gangs import RunningGang
+from worker.ctl.admin_client import ask
+from worker.run_files import RunFiles
+from workerproto.client import Client, TimedOut
 from workerproto.codec import unpack
-from workerproto.messages import Done, Result, Step
-from workerproto.operations import Sleep, Wake
+from workerproto.messages import Event, Result, Step
 from workerproto.states import Gang
 
-STARTING = ("boot", "rendezvous", "load", "profile", "kv", "warmup")
-# what is done, the code, and what is said of it
 CAUSES = {
     "raise": (70, "InjectedFault: asked for by RANKD_FAULT at {place}"),
     "raise:MemoryError": (71, "MemoryError: asked for by RANKD_FAULT at {place}"),
@@ -25,57 +31,130 @@ CAUSES = {
     "signal:SIGABRT": (70, "was killed by SIGABRT"),
     "signal:SIGSEGV": (70, "was killed by SIGSEGV"),
 }
-
-
+"""What is done, the code, and what is said of it."""
 DEATHS = {
-    1: [(0, place) for place in (*STARTING, "step", "sample", "send", "sleep", "wake")],
-    2: [(1, "recv"), (1, "send"), (0, "step"), (0, "send")],
+    1: [(0, place) for place in (*STARTING, "step", "sample", "send", *OPERATING)],
+    2: [(1, "recv"), (0, "send")],
 }
-"""By number of stages: who dies where, an epoch each. One process starts sooner than two."""
-QUICK = [("raise", 1), ("raise", 2), ("exit:9", 1), ("signal:SIGKILL", 1)]
+"""By number of stages: who dies where, an epoch each. One process starts sooner than two; with two, one receives what
+the other sends."""
+STARTUP_S, STEP_S, SILENCE_S = 6, 1.5, 1.5
+LIMITS = ["--startup-timeout", f"{STARTUP_S}", "--step-timeout", f"{STEP_S}", "--heartbeat-timeout", f"{SILENCE_S}"]
+AT_ONCE = 6
 
 
-@pytest.mark.parametrize(
-    ("do", "pp"),
-    [pytest.param(do, pp, marks=() if (do, pp) in QUICK else pytest.mark.long) for do in CAUSES for pp in DEATHS],
-)
-def test_death_in_every_phase(run_dir: Path, tmp_path: Path, do: str, pp: int) -> None:
+def dies(run_dir: Path, folder: Path, do: str, pp: int) -> None:
     deaths = DEATHS[pp]
     faults = ",".join(f"epoch={epoch};rank={rank};at={at};do={do}" for epoch, (rank, at) in enumerate(deaths, 1))
     code, line = CAUSES[do]
-    with fake_gang(run_dir, tmp_path, "--max-restarts", str(len(deaths)), pp=pp, RANKD_FAULT=faults) as running:
+    options = ["--max-restarts", str(len(deaths))]
+    with fake_gang(run_dir, folder, *options, pp=pp, RANKD_FAULT=faults) as running, early_client(running) as client:
+        for epoch, (rank, place) in enumerate(deaths, 1):
+            sequence = bring(client, place)
+            began = time.monotonic()
+            seen, fault = failure(client, 30)
+            assert (seen, fault.code, fault.rank, fault.phase) == (epoch, code, rank, phase_at(place)), running.said
+            assert place in STARTING or time.monotonic() - began < 1.0 * SLACK
+            assert fault.step == sequence
+            assert fault.message == line.format(place=place)
+            assert bool(fault.traceback) == (do == "raise")
+            assert fault.signal == (do.partition(":")[2] if do.startswith("signal") else None)
+        serves_as_if_new(running, client)
+
+
+def serves_as_if_new(running: RunningGang, client: Client) -> None:
+    """The same request and block as before the failure, and then an end in order."""
+    next_event(client, Gang.READY, 30)
+    assert client.facts is not None
+    client.submit(prompt_step(1, 0))
+    answer = client.receive(10).message
+    assert isinstance(answer, Result)
+    assert unpack(answer.tokens).tolist() == [first_token(client.facts.vocabulary)]
+    running.process.terminate()
+    assert running.wait_exit(10) == 0, running.said
+    running.wait_nothing_left()
+
+
+def hangs(run_dir: Path, folder: Path, do: str, places: tuple[str, ...]) -> None:
+    """Rank 1 of 2: it is named by status as soon as it hangs and until the limit ends it, and by the event then."""
+    faults = ",".join(f"epoch={epoch};rank=1;at={place};do={do}" for epoch, place in enumerate(places, 1))
+    options = [*LIMITS, "--max-restarts", str(len(places))]
+    with fake_gang(run_dir, folder, *options, RANKD_FAULT=faults) as running, early_client(running) as client:
+        for epoch, place in enumerate(places, 1):
+            bring(client, place)
+            event = named_until_it_fails(running, client, epoch, place, stopped=do != "sleep:60")
+            fault, phase = event.fault, phase_at(place)
+            assert fault is not None
+            code = 69 if do == "sleep:60" and place in ("boot", "rendezvous") else 80
+            assert (event.epoch, fault.code, fault.rank, fault.phase) == (epoch, code, 1, phase), running.said
+            who = f"rank 1 ({'stopped, ' if do != 'sleep:60' else ''}{phase} for "
+            assert f"waiting for {who}" in fault.message
+        serves_as_if_new(running, client)
+
+
+def named_until_it_fails(running: RunningGang, client: Client, epoch: int, place: str, *, stopped: bool) -> Event:
+    files = RunFiles(running.name, running.environment)
+    named, deadline = False, time.monotonic() + 30
+    while True:
+        assert time.monotonic() < deadline, running.said
+        try:
+            message = client.receive(0.1).message
+        except TimedOut:
+            message = None
+        if isinstance(message, Event) and message.state == Gang.FAILED:
+            assert named, running.said
+            return message
+        answer = ask(files, "status")
+        waited = [one for one in answer["waiting_for"] if (one["state"] == "STOPPED") == stopped]
+        if answer["epoch"] != epoch or answer["state"] == "FAILED":
+            continue
+        there = [(one["rank"], one["phase"]) for one in waited] == [(1, phase_at(place))]
+        assert there or not named, answer
+        if there and not named:
+            named = True
+            assert waited[0]["seconds"] < 1.0 * SLACK
+
+
+def asked_to_stop(run_dir: Path, folder: Path, do: str, place: str) -> None:
+    """While a rank does not come out of there, and hears nothing."""
+    pp = 2 if place == "recv" else 1
+    fault = f"rank={pp - 1};at={place};do={do}"
+    with fake_gang(run_dir, folder, "--drain-timeout", "0.3", pp=pp, RANKD_FAULT=fault) as running:
+        files = RunFiles(running.name, running.environment)
         with early_client(running) as client:
-            for epoch, (rank, place) in enumerate(deaths, 1):
-                sequence, phase = None, place
-                if place not in STARTING:
-                    client.wait_ready(20)
-                    began = time.monotonic()
-                if place in ("sleep", "wake"):
-                    phase = "operation"
-                    client.control(Sleep(1))
-                    if place == "wake":
-                        while not isinstance(client.receive(10).message, Done):
-                            pass
-                        client.control(Wake())
-                elif place not in STARTING:
-                    phase = "step"
-                    sequence = client.submit(prompt_step(1, 0))
-                seen, fault = failure(client, 20)
-                assert (seen, fault.code, fault.rank, fault.phase) == (epoch, code, rank, phase), running.said
-                assert place in STARTING or time.monotonic() - began < 1.0 * SLACK
-                assert fault.step == sequence
-                assert fault.message == line.format(place=place)
-                assert bool(fault.traceback) == (do == "raise")
-                assert fault.signal == (do.partition(":")[2] if do.startswith("signal") else None)
-            next_event(client, Gang.READY, 20)
-            assert client.facts is not None
-            client.submit(prompt_step(1, 0))  # the same request and block: nothing of before is left
-            answer = client.receive(10).message
-            assert isinstance(answer, Result)
-            assert unpack(answer.tokens).tolist() == [first_token(client.facts.vocabulary)]
+            bring(client, place)
+            deadline = time.monotonic() + 30
+            while not (there := ask(files, "status")["waiting_for"]) or there[0]["phase"] != phase_at(place):
+                assert time.monotonic() < deadline, running.said
+                time.sleep(0.02)
             running.process.terminate()
-            assert running.wait_exit(10) == 0, running.said
+            assert running.wait_exit(2.0 * SLACK + 2) == 0, running.said
+        assert not running.errors()
         running.wait_nothing_left()
+
+
+HANGS = [("sleep:60", places) for places in (STARTING[:2], STARTING[2:4], STARTING[4:])]
+HANGS += [(do, (*STEPPING, *OPERATING)) for do in ("sleep:60", "signal:SIGSTOP")] + [("signal:SIGSTOP", STARTING)]
+CASES: dict[str, Case] = {
+    **{f"{do} in {', '.join(places)}": partial(hangs, do=do, places=places) for do, places in HANGS},
+    **{f"{do} with {pp} stages": partial(dies, do=do, pp=pp) for do in CAUSES for pp in DEATHS},
+    **{
+        f"SIGTERM while {do} in {place}": partial(asked_to_stop, do=do, place=place)
+        for do, places in {"sleep:60": (*STARTING, *STEPPING, *OPERATING), "signal:SIGSTOP": ("load", "step")}.items()
+        for place in places
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def outcome(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None]]:
+    with side_by_side(request, CASES, AT_ONCE) as outcome:
+        yield outcome
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_phase(outcome: Callable[[str], None], case: str) -> None:
+    outcome(case)
 
 
 def test_the_last_failure_ends_it(run_dir: Path, tmp_path: Path) -> None:
