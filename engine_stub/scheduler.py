@@ -54,6 +54,7 @@ class Scheduler:
         prefix_caching: bool = True,
     ) -> None:
         self._limits = limits
+        self._unit = limits.alignment // limits.block_size  # blocks, of which a prefix is a multiple
         self._steps_in_flight = steps_in_flight
         self._batches = batches
         self._prefill_tokens = prefill_tokens or limits.tokens
@@ -213,7 +214,8 @@ class Scheduler:
                 return  # it was preempted, and its last token is still under way
             self._extend_hashes(request)
             # At least one position is computed anew: sampling needs its logits.
-            shared = self._pool.find(request.hashes[: (len(request.tokens) - 1) // self._limits.block_size])
+            found = self._pool.find(request.hashes[: (len(request.tokens) - 1) // self._limits.block_size])
+            shared = found[: len(found) // self._unit * self._unit]
             needed = self._blocks_for(len(request.tokens)) - len(shared)
             if needed > self._pool.num_free - self._pool.num_unheld(shared):
                 return

@@ -153,16 +153,22 @@ def _operations(stage: Stage) -> None:
     stage.do("answers are released", stage.gang.release)
     stage.step(5, PROMPT)
     stage.say("A", Kind.CONTROL, Sleep(1, [Part.KV_CACHE]), 5)
-    stage.say("A", Kind.CONTROL, UpdateBegin(), 6)
+    stage.say("A", Kind.CONTROL, Wake(), 6)
     stage.say("A", Kind.CONTROL, Wake(), 7)
-    stage.say("A", Kind.CONTROL, Wake(), 8)
-    stage.say("A", Kind.CONTROL, UpdateChunk("/models/new"), 9)
-    stage.say("A", Kind.CONTROL, UpdateBegin(), 10)
-    stage.step(11, PROMPT)
-    stage.say("A", Kind.CONTROL, UpdateChunk("/models/new"), 11)
-    stage.say("A", Kind.CONTROL, Sleep(), 12)
-    stage.say("A", Kind.CONTROL, UpdateFinish("new"), 13)
-    stage.say("A", Kind.CONTROL, UpdateBegin(), 14)
+    stage.say("A", Kind.CONTROL, UpdateChunk("/models/new"), 8)
+    stage.say("A", Kind.CONTROL, UpdateBegin(), 9)
+    stage.step(10, PROMPT)
+    stage.say("A", Kind.CONTROL, UpdateChunk("/models/new"), 10)
+    stage.say("A", Kind.CONTROL, Sleep(), 11)
+    stage.say("A", Kind.CONTROL, UpdateFinish("new"), 12)
+    stage.say("A", Kind.CONTROL, Sleep(2), 13)  # what came by an update is lost
+    stage.say("A", Kind.CONTROL, UpdateBegin(), 14)  # weights that sleep cannot be written
+    stage.say("A", Kind.CONTROL, Wake([Part.WEIGHTS]), 15)
+    stage.say("A", Kind.CONTROL, UpdateBegin(), 16)  # while the cache sleeps on
+    stage.say("A", Kind.CONTROL, UpdateChunk("/models/newer"), 17)
+    stage.say("A", Kind.CONTROL, UpdateFinish("newer"), 18)
+    stage.say("A", Kind.CONTROL, Wake(), 19)
+    stage.say("A", Kind.CONTROL, UpdateBegin(), 20)
     stage.say("A", Kind.BYE, Bye())  # in the middle of an update
     stage.say("B", Kind.HELLO, Hello())
     stage.step(1, PROMPT, peer="B")
@@ -204,8 +210,13 @@ def _cache(stage: Stage) -> None:
     stage.step(1, PROMPT)
     stage.say("A", Kind.CONTROL, Wake(), 1)
     stage.say("A", Kind.CONTROL, ConfigureKv(9), 2)
-    stage.say("A", Kind.CONTROL, ConfigureKv(6), 3)
-    stage.say("A", Kind.CONTROL, ConfigureKv(5), 4)
+    stage.say("A", Kind.CONTROL, ConfigureKv(6, "HND"), 3)
+    stage.say("A", Kind.CONTROL, ConfigureKv(6, alignment=6), 4)
+    stage.say("A", Kind.CONTROL, ConfigureKv(6, alignment=28), 5)
+    stage.say("A", Kind.CONTROL, ConfigureKv(6, "NHD", 3, 8), 6)
+    stage.say("A", Kind.CONTROL, ConfigureKv(6, "NHD", 2, 8), 7)
+    stage.say("A", Kind.CONTROL, ConfigureKv(5), 8)
+    stage.step(9, step(new=[new(7, tuple(range(1, 10)), (0, 1, 2), 4)]))  # prefixes end at multiples of 8 now
 
 
 def exchanges() -> dict[str, list[Said | Done]]:

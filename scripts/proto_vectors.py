@@ -121,9 +121,14 @@ def floats(*values: float) -> memoryview:
     return memoryview(struct.pack(f"<{len(values)}f", *values))
 
 
-_CACHE = Cache(64, 16, "bfloat16", "NHD", [184320, 184320], [1 << 30, 1 << 29])
+_CACHE = Cache(64, 16, "bfloat16", "NHD", [184320, 184320], [1 << 30, 1 << 29], 16, 32)
+_LEDGERS = [
+    {"total": 1 << 31, "free": 1 << 29, "weights": 162826752, "kv_cache": 11980800, "unexplained": 1435805184 + each}
+    for each in (0, -(1 << 20))
+]
+_LEDGERS[1]["free"] += 1 << 20
 FACTS = Facts(
-    "SmolLM2-135M-Instruct", 49152, 8192, "9f3c", True, _CACHE, 1, 2, Limits(4, 2048, 256, 1024, 1 << 24, 20)
+    "SmolLM2-135M-Instruct", 49152, 8192, "9f3c", True, _CACHE, 1, 2, Limits(4, 2048, 256, 1024, 1 << 24, 20), _LEDGERS
 )
 
 
@@ -176,7 +181,8 @@ def valid_frames() -> list[Frame]:
         ),
         Frame("sample", to_gang(Kind.SAMPLE, 5), Sample(4, pack([0]), pack([-1, 1]))),
         Frame("drain", to_gang(Kind.CONTROL, 6), Drain()),
-        Frame("configure_kv", to_gang(Kind.CONTROL, 1), ConfigureKv(4096)),
+        Frame("configure_kv", to_gang(Kind.CONTROL, 1), ConfigureKv(4096, "NHD", 16, 64)),
+        Frame("configure_kv, the rest left to the gang", to_gang(Kind.CONTROL, 1), ConfigureKv(4096)),
         Frame("sleep", to_gang(Kind.CONTROL, 6), Sleep(2, [Part.KV_CACHE])),
         Frame("sleep, all at level 1", to_gang(Kind.CONTROL, 6), Sleep(), b"\x81\xa2op\xa5sleep"),
         Frame("wake", to_gang(Kind.CONTROL, 7), Wake([Part.WEIGHTS, Part.RUNTIME])),

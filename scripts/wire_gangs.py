@@ -119,9 +119,9 @@ class OurGang(_Processes):
     def __init__(self, folder: Path, ranks: int, rows: int, positions: int, block_size: int) -> None:
         super().__init__()
         each = -(-positions // block_size)
-        kv = Cache(rows * each, block_size, "none", "none", [0] * ranks, [0] * ranks)
+        kv = Cache(rows * each, block_size, "none", "none", [0] * ranks, [0] * ranks, block_size, block_size)
         limits = Limits(3, rows * 8, rows, rows, 16 << 20, 0)
-        facts = Facts("none", 128_000, each * block_size, "none", True, kv, 1, ranks, limits)
+        facts = Facts("none", 128_000, each * block_size, "none", True, kv, 1, ranks, limits, [{}] * ranks)
         environment = {"RANKD_RUN_DIR": str(folder)}
         files = RunFiles("wire", environment, "01234567", EPOCH)
         files.folder.mkdir()

@@ -149,7 +149,8 @@ class Declined(_Message, frozen=True):
 
 class Performed(_Message, frozen=True):
     """It is done on this rank. `event`: what it does to the gang's state (states.GangEvent), the same on all ranks;
-    `report` is the rank's map in the public Done. `weights_id`: if other weights are in force now.
+    `report` is the rank's map in the public Done. `weights_id`: if other weights are in force now. `weights_valid`: as
+    in the public facts.
     """
 
     seq: int
@@ -157,6 +158,7 @@ class Performed(_Message, frozen=True):
     event: str | None
     report: msgspec.Raw
     weights_id: str | None = None
+    weights_valid: bool = True
 
 
 class RankFault(_Message, frozen=True):
@@ -192,10 +194,13 @@ class Proceed(_Message, frozen=True):
 
 
 class KvConfig(_Message, frozen=True):
-    """Agreed over the gang."""
+    """Agreed over the gang. The last two are positions."""
 
     num_blocks: int
     max_model_len: int
+    layout: str
+    hash_block_size: int
+    alignment: int
 
 
 class LogLevel(_Message, frozen=True):

@@ -10,6 +10,7 @@ INT32_MAX = 2**31 - 1
 INTEGER_MAX = 2**53 - 1
 
 Count = Annotated[int, Meta(ge=0, le=INTEGER_MAX)]
+Balance = Annotated[int, Meta(ge=-INTEGER_MAX, le=INTEGER_MAX)]
 Id = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Text = Annotated[str, Meta(max_length=65536)]
 Name = Annotated[str, Meta(max_length=256)]

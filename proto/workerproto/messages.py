@@ -16,7 +16,19 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from workerproto.fields import EMPTY, INT32_MAX, INTEGER_MAX, ArrayBody, Count, Id, MapBody, Name, Packed, Text
+from workerproto.fields import (
+    EMPTY,
+    INT32_MAX,
+    INTEGER_MAX,
+    ArrayBody,
+    Balance,
+    Count,
+    Id,
+    MapBody,
+    Name,
+    Packed,
+    Text,
+)
 from workerproto.operations import Control
 
 
@@ -130,7 +142,9 @@ class Hello(MapBody, frozen=True):
 
 
 class Cache(MapBody, frozen=True):
-    """The KV cache as configured. `available_bytes` has one member a rank, in rank order."""
+    """The KV cache as configured. `available_bytes` has one member a rank, in rank order; `hash_block_size` and
+    `alignment` are positions.
+    """
 
     num_blocks: Count
     block_size: Count
@@ -138,6 +152,8 @@ class Cache(MapBody, frozen=True):
     layout: Name
     block_bytes: list[Count]
     available_bytes: list[Count]
+    hash_block_size: Count
+    alignment: Count
 
 
 class Limits(MapBody, frozen=True):
@@ -152,7 +168,9 @@ class Limits(MapBody, frozen=True):
 
 
 class Facts(MapBody, frozen=True):
-    """What is known once the gang is READY."""
+    """What is known once the gang is READY. `memory`: each rank's ledger in bytes, whose lines but `total` sum to
+    `total`; an empty map of a rank that keeps none, an empty list before READY.
+    """
 
     model: Name
     vocabulary: Count
@@ -163,6 +181,7 @@ class Facts(MapBody, frozen=True):
     tp: Count
     pp: Count
     limits: Limits
+    memory: list[dict[Name, Balance]]
 
 
 class Welcome(MapBody, frozen=True):

@@ -27,9 +27,14 @@ class _Operation(MapBody, frozen=True, tag_field="op"):
 
 
 class ConfigureKv(_Operation, frozen=True, tag="configure_kv"):
-    """The size of the KV cache, of a gang that waits for it (AWAITING_KV); once, and no more than the ranks offer."""
+    """The KV cache of a gang that waits for it (AWAITING_KV); once, and no more than the ranks offer. "" and 0 leave it
+    to the gang; hash_block_size and alignment are positions.
+    """
 
     num_blocks: Count
+    layout: Name = ""
+    hash_block_size: Count = 0
+    alignment: Count = 0
 
 
 class Sleep(_Operation, frozen=True, tag="sleep"):

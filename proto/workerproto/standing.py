@@ -46,12 +46,15 @@ class Proposal(NamedTuple):
 
 
 class Standing:
-    """READY, ASLEEP or UPDATING. asleep: the parts that sleep. weights_valid: false once an update was broken off."""
+    """READY, ASLEEP or UPDATING. asleep: the parts that sleep. weights_valid: false once an update was broken off, or
+    weights were dropped that came by one. updated: whether weights have come by an update.
+    """
 
     def __init__(self) -> None:
         self._machine = Machine(GANG, Gang.READY)
         self.asleep: frozenset[Part] = frozenset()
         self.weights_valid = True
+        self.updated = False
 
     @property
     def state(self) -> Gang:
@@ -62,7 +65,7 @@ class Standing:
         if self.state is Gang.READY and self.weights_valid:
             return
         if self.state is Gang.READY:
-            message = "an update was broken off: the weights are neither old nor new"
+            message = "an update was broken off, or what it brought was dropped in sleep: the weights are lost"
             raise Refusal(RefusalCode.WEIGHTS_INVALID, message, "weights", "invalid", "a finished update")
         self._refuse_state("no step is taken", "state")
 
@@ -82,7 +85,8 @@ class Standing:
             case Wake():
                 return self._judge_wake(operation)
             case UpdateBegin(keep_requests=keep):
-                self._need(GangEvent.UPDATE_BEGIN, "an update begins on a gang that is READY")
+                if self.state is Gang.UPDATING or Part.WEIGHTS in self.asleep:
+                    self._refuse_state("an update begins when the weights are awake and no other is under way", "op")
                 if not keep:
                     _refuse_live(used_blocks, "keep_requests")
                 return GangEvent.UPDATE_BEGIN
@@ -90,10 +94,12 @@ class Standing:
                 if self.state is not Gang.UPDATING:
                     message = f"{name_of(operation)} without update_begin"
                     raise Refusal(RefusalCode.NOT_UPDATING, message, "op", name_of(operation), "update_begin")
-                if isinstance(operation, UpdateFinish) and not operation.weights_id:
+                if isinstance(operation, UpdateChunk):
+                    return None
+                if not operation.weights_id:
                     message = "the new weights need a name: by the old one nobody could tell that they are others"
                     raise Refusal(RefusalCode.BAD_ARGUMENT, message, "weights_id", "no name", "a name")
-                return GangEvent.UPDATE_FINISH if isinstance(operation, UpdateFinish) else None
+                return GangEvent.UPDATE_FINISH_ASLEEP if self.asleep else GangEvent.UPDATE_FINISH
             case Profile():
                 return None
             case Drain():
@@ -122,10 +128,15 @@ class Standing:
     def carry_out(self, operation: Control, event: GangEvent | None) -> None:
         """All ranks have done it; `event` is what `judge` said."""
         match operation:
-            case Sleep(parts=parts):
-                self.asleep |= frozenset(parts) or _ALL
+            case Sleep(level=level, parts=parts):
+                sleeping = (frozenset(parts) or _ALL) - self.asleep
+                self.asleep |= sleeping
+                if level == 2 and Part.WEIGHTS in sleeping and self.updated:
+                    self.weights_valid = False
             case Wake(parts=parts):
                 self.asleep -= frozenset(parts) or _ALL
+            case UpdateChunk():
+                self.updated = True
             case UpdateFinish():
                 self.weights_valid = True
         if event is not None:
@@ -134,12 +145,8 @@ class Standing:
     def lease_ended(self) -> None:
         """An update that nobody can finish leaves the weights invalid, until one is finished whole."""
         if self.state is Gang.UPDATING:
-            self._machine.move(GangEvent.UPDATE_LOST)
+            self._machine.move(GangEvent.UPDATE_LOST_ASLEEP if self.asleep else GangEvent.UPDATE_LOST)
             self.weights_valid = False
-
-    def _need(self, event: GangEvent, message: str) -> None:
-        if not self._machine.allows(event):
-            self._refuse_state(message, "op")
 
     def _refuse_state(self, message: str, field: str) -> None:
         code = RefusalCode.UPDATING if self.state is Gang.UPDATING else RefusalCode.ASLEEP

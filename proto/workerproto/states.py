@@ -51,7 +51,9 @@ class GangEvent(StrEnum):
     WAKE_PARTLY = "a part wakes"
     UPDATE_BEGIN = "update begins"
     UPDATE_FINISH = "update finished"
+    UPDATE_FINISH_ASLEEP = "update finished while a part sleeps"
     UPDATE_LOST = "lease ended in an update"
+    UPDATE_LOST_ASLEEP = "lease ended in an update while a part sleeps"
     DRAIN = "drain"
     DRAINED = "drained"
     STOP = "stop"
@@ -138,8 +140,11 @@ GANG: Mapping[tuple[Gang, GangEvent], Gang] = {
     (Gang.ASLEEP, GangEvent.WAKE_PARTLY): Gang.ASLEEP,
     (Gang.ASLEEP, GangEvent.WAKE): Gang.READY,
     (Gang.READY, GangEvent.UPDATE_BEGIN): Gang.UPDATING,
+    (Gang.ASLEEP, GangEvent.UPDATE_BEGIN): Gang.UPDATING,
     (Gang.UPDATING, GangEvent.UPDATE_FINISH): Gang.READY,
+    (Gang.UPDATING, GangEvent.UPDATE_FINISH_ASLEEP): Gang.ASLEEP,
     (Gang.UPDATING, GangEvent.UPDATE_LOST): Gang.READY,
+    (Gang.UPDATING, GangEvent.UPDATE_LOST_ASLEEP): Gang.ASLEEP,
     **{(state, GangEvent.DRAIN): Gang.DRAINING for state in _UP_STATES},
     (Gang.DRAINING, GangEvent.DRAINED): Gang.STOPPING,
     **{(state, GangEvent.STOP): Gang.STOPPING for state in _RUNNING_STATES},

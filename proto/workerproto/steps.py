@@ -17,7 +17,7 @@ _SAMPLE = int(RowFlag.SAMPLE)  # an operation with an IntFlag makes another one,
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """Bounds of a gang, all from Welcome's facts. tokens and rows are per step; live_requests counts preempted ones
-    too.
+    too. alignment: positions, of which `computed` is a multiple; 0 for the block size.
     """
 
     num_blocks: int
@@ -28,6 +28,11 @@ class StepLimits:
     rows: int
     live_requests: int
     logprobs: int
+    alignment: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.alignment:
+            object.__setattr__(self, "alignment", self.block_size)
 
     @classmethod
     def from_facts(cls, facts: Facts) -> StepLimits:
@@ -41,6 +46,7 @@ class StepLimits:
             facts.limits.rows,
             facts.limits.live_requests,
             facts.limits.logprobs,
+            facts.kv.alignment,
         )
 
     @property

@@ -296,10 +296,10 @@ class StepValidator:
         blocks = _array(request.blocks, field, name)
         self._judge_prompt(name, tokens, f"{member}.tokens")
         computed, size = request.computed, limits.block_size
-        if computed % size or computed >= len(tokens):
+        if computed % limits.alignment or computed >= len(tokens):
             raise Refusal(
                 RefusalCode.BAD_COMPUTED,
-                f"request {name}: computed {computed} is no multiple of block size {size} below {len(tokens)} tokens",
+                f"request {name}: computed {computed} is no multiple of {limits.alignment} below {len(tokens)} tokens",
                 f"{member}.computed",
                 computed,
                 len(tokens) - 1,

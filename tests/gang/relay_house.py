@@ -26,10 +26,11 @@ FACTS = Facts(
     100,
     "w",
     True,
-    Cache(4, 16, "float32", "NHD", [1, 1], [9, 9]),
+    Cache(4, 16, "float32", "NHD", [1, 1], [9, 9], 16, 16),
     1,
     2,
     Limits(CREDIT, 8, 8, 8, FRAME_BYTES, 5),
+    [{}, {}],
 )
 
 

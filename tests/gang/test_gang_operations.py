@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from tests.gang.gangs import RunningGang, gang, workerctl
 from worker.run_files import RunFiles
 from workerproto.client import Client
-from workerproto.messages import Bye, Done, Event, RefusalCode, Refused, Result, Step
+from workerproto.codec import pack
+from workerproto.messages import Bye, Done, Event, New, RefusalCode, Refused, Result, Sampling, Step
 from workerproto.operations import ConfigureKv, Control, Drain, Wake
 
 LIMIT_S = 30.0
@@ -53,13 +55,28 @@ def test_a_cache_that_the_scheduler_sizes_and_an_end_in_the_stream(run_dir: Path
             assert client.state == "AWAITING_KV"
             assert refused(client, Wake()) == (RefusalCode.AWAITING_KV, "configure_kv")
             assert refused(client, ConfigureKv(most + 1)) == (RefusalCode.BAD_ARGUMENT, str(most))
-            done = answered(client, ConfigureKv(most // 2))
+            assert client.facts.memory == []
+            wrong = (ConfigureKv(2, "HND"), ConfigureKv(2, alignment=24), ConfigureKv(2, hash_block_size=3))
+            bounds = ("NHD", "a multiple of 16 up to 32", "a divisor of 16")
+            for asked, bound in zip(wrong, bounds, strict=True):
+                assert refused(client, asked) == (RefusalCode.BAD_ARGUMENT, bound)
+            done = answered(client, ConfigureKv(most // 2, "NHD", 8, 32))
             assert isinstance(done, Done)
             assert len(done.report) == 2
             facts = client.wait_ready(LIMIT_S)
-            assert facts.kv.num_blocks == most // 2
+            assert (facts.kv.num_blocks, facts.kv.hash_block_size, facts.kv.alignment) == (most // 2, 8, 32)
+            assert [sum(ledger.values()) for ledger in facts.memory] == [2 * ledger["total"] for ledger in facts.memory]
+            assert len(facts.memory) == 2
             assert refused(client, ConfigureKv(most)) == (RefusalCode.KV_CONFIGURED, str(most // 2))
             assert refused(client, Wake())[0] is RefusalCode.NOT_ASLEEP
+
+            tokens = pack(np.arange(20, dtype=np.int32))
+            client.submit(Step([New(1, tokens, pack(np.arange(2, dtype=np.int32)), 16, Sampling())]))
+            misaligned = client.receive(LIMIT_S).message
+            assert isinstance(misaligned, Refused)
+            assert (misaligned.code, misaligned.field) == (RefusalCode.BAD_COMPUTED, "new.computed")
+            client.submit(Step(), resync=True)
+            assert isinstance(client.receive(LIMIT_S).message, Result)
 
             client.submit(Step())
             assert operator_asks(running, Wake())["refused"]["code"] == "NOT_ASLEEP"

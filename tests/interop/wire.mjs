@@ -22,15 +22,18 @@ const MAP = (fields, required) => (value) =>
   required.every((name) => name in value);
 
 const all = (fields) => MAP(fields, Object.keys(fields));
+const LEDGER = (value) =>
+  value !== null && typeof value === "object" && Object.values(value).every(Number.isSafeInteger);
 const CACHE = all({
   num_blocks: COUNT, block_size: COUNT, dtype: TEXT, layout: TEXT, block_bytes: LIST(COUNT), available_bytes: LIST(COUNT),
+  hash_block_size: COUNT, alignment: COUNT,
 });
 const LIMITS = all({
   steps_in_flight: COUNT, tokens: COUNT, rows: COUNT, live_requests: COUNT, frame_bytes: COUNT, logprobs: COUNT,
 });
 const FACTS = all({
   model: TEXT, vocabulary: COUNT, max_model_len: COUNT, weights_id: TEXT, weights_valid: BOOL, kv: CACHE, tp: COUNT,
-  pp: COUNT, limits: LIMITS,
+  pp: COUNT, limits: LIMITS, memory: LIST(LEDGER),
 });
 const FAULT = MAP({
   code: COUNT, rank: OPTIONAL(COUNT), phase: TEXT, step: OPTIONAL(COUNT), signal: OPTIONAL(TEXT), message: TEXT,

@@ -16,6 +16,9 @@ from workerproto.testing.check_worker import RULES, check_worker
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 from workerproto.testing.fake_worker import FakeWorker
 
+# A worker that breaks down by itself shows nothing of the rule that it was to break.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 ENDPOINT = "tcp://127.0.0.1:*"
 NAMES = [rule.name for rule in RULES]
 

@@ -70,12 +70,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("batches", "in_flight"), [(1, 1), (1, 2), (2, 3), (3, 5)])
-@pytest.mark.parametrize("num_blocks", [16, 40, 400])
+@pytest.mark.parametrize(("num_blocks", "alignment"), [(16, 4), (40, 4), (400, 4), (40, 12)])
 def test_whatever_the_pressure_the_tokens_are_right(
-    num_blocks: int, batches: int, in_flight: int, caching: bool
+    num_blocks: int, alignment: int, batches: int, in_flight: int, caching: bool
 ) -> None:
     rng = random.Random(num_blocks)
-    limits = StepLimits(num_blocks, 4, 1000, 60, 24, 6, 24, 0)
+    limits = StepLimits(num_blocks, 4, 1000, 60, 24, 6, 24, 0, alignment)
     ranks = Ranks(limits, batches=batches, steps_in_flight=in_flight, prefix_caching=caching, prefill_tokens=16)
     starts = [prompt(n, n) for n in (1, 7, 12, 24)]
     requests = []

@@ -15,7 +15,7 @@ from tests.gang.stage_runs import run_workload
 from tests.unit.test_sleep import make
 from tests.unit.test_weight_update import whole_tensors
 from worker.execution.model_runner import ModelRunner
-from worker.gang_messages import FromRank, Memory
+from worker.gang_messages import Memory
 from worker.memory.simulated_device import SimulatedDevice
 from worker.memory.sleep import SleepingMemory
 from worker.rank.memory_operations import MemoryOperations
@@ -56,7 +56,7 @@ class House:
     memory: SleepingMemory
     plan: Plan
     operations: MemoryOperations
-    reports: list[FromRank] = field(default_factory=list)
+    reports: list[Memory] = field(default_factory=list)
 
     def do(self, operation: Control) -> dict[str, object]:
         return self.operations.prepare(operation)()
@@ -70,8 +70,12 @@ class House:
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
-    runner, memory, probe = make(torch.float32)
-    plan, reports = Plan(probe), list[FromRank]()
+    return make_house(torch.float32, tmp_path)
+
+
+def make_house(dtype: torch.dtype, tmp_path: Path) -> House:
+    runner, memory, probe = make(dtype)
+    plan, reports = Plan(probe), list[Memory]()
     origin = tmp_path / "model"
     origin.mkdir()
     save_file(whole_tensors(runner.model, 3), origin / "model.safetensors")
@@ -88,7 +92,6 @@ def test_bytes_are_told_and_the_ledger_follows(house: House) -> None:
     assert slept["memory"] == {"weights": holds.weights, "kv_cache": 0, "buffers": holds.buffers}
     house.do(Sleep(2))
     told = house.reports[-1]
-    assert isinstance(told, Memory)
     assert told.lines == {"weights": 0, "kv_cache": 0, "buffers": 0}
     assert house.do(Wake([Part.WEIGHTS]))["asleep"] == ["kv_cache", "runtime"]
     woken = house.do(Wake())
@@ -138,10 +141,26 @@ def test_an_update_by_operations(house: House, tmp_path: Path) -> None:
     house.do(chunks[1])
     house.do(UpdateFinish("new"))
     assert run_workload(house.runner).tokens != tokens
-    says = house.refused(Sleep(2), RefusalCode.NOT_POSSIBLE)
-    assert "came by an update" in says
     house.do(Sleep(1))
-    house.do(Wake())
+    assert house.do(Wake())["weights"] == "awake"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_new_weights_come_between_sleep_and_wake_again_and_again(dtype: torch.dtype, tmp_path: Path) -> None:
+    house = make_house(dtype, tmp_path)
+    for turn, whereabouts in ((4, "checkpoint"), (5, "lost")):
+        slept = house.do(Sleep(2))
+        assert (slept["weights"], house.reports[-1].lines["weights"]) == (whereabouts, 0)
+        assert house.do(Wake([Part.WEIGHTS]))["weights"] == "awake"
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        save_file(whole_tensors(house.runner.model, turn), folder / "x.safetensors")
+        house.do(UpdateBegin())
+        house.do(UpdateChunk(str(folder), digest_of(files_of(str(folder)))))
+        house.do(UpdateFinish(str(turn)))
+        assert house.do(Wake())["asleep"] == []
+        fresh, _, _ = make(dtype, weights=turn)
+        assert run_workload(house.runner).tokens == run_workload(fresh).tokens
 
 
 def test_memory_that_cannot_sleep_says_what_it_needs() -> None:

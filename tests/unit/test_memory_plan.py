@@ -13,6 +13,7 @@ from tests.unit.test_memory_budget import MIB, Device, Notes, alone
 from tests.unit.test_memory_budget import Runner as Rehearsing
 from worker.config import GangConfig, resolve
 from worker.exit_codes import ExitCode, Failure
+from worker.gang_messages import KvConfig
 from worker.memory.ledger import Books, Holdings
 from worker.options import add_gang_options
 from worker.rank.memory_plan import MemoryPlan
@@ -82,9 +83,16 @@ def test_a_second_start_takes_the_last_good_figure(tmp_path: Path) -> None:
     assert notes.said == []
 
 
-@pytest.mark.parametrize("asked", [0, 11])
-def test_more_blocks_than_were_offered_are_refused(asked: int) -> None:
-    MemoryPlan.check_blocks(10, 10)
-    with pytest.raises(Failure, match=f"{asked} blocks are asked for, 10 were offered") as refused:
-        MemoryPlan.check_blocks(asked, 10)
+@pytest.mark.parametrize(
+    ("blocks", "layout", "says"),
+    [
+        (0, "NHD", "0 blocks are asked for, 10 were offered"),
+        (11, "NHD", "11 blocks are asked for, 10 were offered"),
+        (10, "HND", "layout 'HND' is asked for, NHD is what this rank has"),
+    ],
+)
+def test_a_cache_that_was_not_offered_is_refused(blocks: int, layout: str, says: str) -> None:
+    MemoryPlan.check_cache(KvConfig(10, 160, "NHD", 16, 16), 10)
+    with pytest.raises(Failure, match=says) as refused:
+        MemoryPlan.check_cache(KvConfig(blocks, 160, layout, 16, 16), 10)
     assert refused.value.code is ExitCode.DISAGREEMENT

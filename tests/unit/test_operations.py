@@ -89,6 +89,9 @@ NOT_ALLOWED: list[tuple[list[Control], Control, RefusalCode]] = [
     ([UpdateBegin()], UpdateBegin(), RefusalCode.UPDATING),
     ([UpdateBegin()], Sleep(), RefusalCode.UPDATING),
     ([UpdateBegin()], Wake(), RefusalCode.UPDATING),
+    ([Sleep(), Wake([CACHE])], UpdateBegin(), RefusalCode.ASLEEP),
+    ([Sleep(), Wake([WEIGHTS]), UpdateBegin()], Wake(), RefusalCode.UPDATING),
+    ([Sleep(), Wake([WEIGHTS]), UpdateBegin()], UpdateBegin(), RefusalCode.UPDATING),
 ]
 
 
@@ -116,6 +119,41 @@ def test_sleep_and_wake_by_part() -> None:
     assert ranks.do(Wake()) is GangEvent.WAKE
     assert ranks.state is Gang.READY
     ranks.step()
+
+
+def test_new_weights_come_while_the_cache_sleeps() -> None:
+    ranks = Ranks()
+    for turn in range(2):
+        ranks.do(Sleep(2))
+        assert ranks.validator.standing.weights_valid is (turn == 0)  # what came by an update nobody has
+        assert ranks.do(Wake([WEIGHTS])) is GangEvent.WAKE_PARTLY
+        assert ranks.do(UpdateBegin()) is GangEvent.UPDATE_BEGIN
+        ranks.do(UpdateChunk("x"))
+        assert ranks.do(UpdateFinish("new")) is GangEvent.UPDATE_FINISH_ASLEEP
+        assert (ranks.state, ranks.refuses_steps()) == (Gang.ASLEEP, RefusalCode.ASLEEP)
+        assert ranks.do(Wake()) is GangEvent.WAKE
+        ranks.seq += 1
+        ranks.validator.reset()
+        ranks.step()
+
+
+def test_weights_that_nobody_can_bring_back_are_not_computed_with() -> None:
+    ranks = Ranks(UpdateBegin(), UpdateChunk("x"), UpdateFinish("new"), Sleep(1), Wake())
+    ranks.step()
+    ranks.do(Sleep(2, [CACHE]))
+    ranks.do(Wake())
+    ranks.step()
+    ranks.do(Sleep(2))
+    ranks.do(Wake())
+    assert ranks.refuses_steps() is RefusalCode.WEIGHTS_INVALID
+
+
+def test_an_update_that_is_lost_while_a_part_sleeps_leaves_it_asleep() -> None:
+    ranks = Ranks(Sleep(1, [CACHE]), UpdateBegin())
+    ranks.validator.reset()
+    assert (ranks.state, ranks.validator.standing.weights_valid) == (Gang.ASLEEP, False)
+    ranks.do(Wake())
+    assert ranks.refuses_steps() is RefusalCode.WEIGHTS_INVALID
 
 
 def test_what_takes_the_cache_waits_for_the_requests_in_it() -> None:

@@ -40,7 +40,7 @@ def _few_objects_to_look_through() -> Iterator[None]:
     gc.unfreeze()
 
 
-def make(dtype: torch.dtype, hidden: int = 48) -> tuple[ModelRunner, SleepingMemory, SimulatedDevice]:
+def make(dtype: torch.dtype, hidden: int = 48, weights: int = 3) -> tuple[ModelRunner, SleepingMemory, SimulatedDevice]:
     topology = Topology(0, 1, 1, (7,))
     config = RunnerConfig(
         dtype, CPU, LIMITS.block_size, LIMITS.tokens, LIMITS.rows, LIMITS.live_requests, LIMITS.max_model_len, 3,
@@ -48,7 +48,7 @@ def make(dtype: torch.dtype, hidden: int = 48) -> tuple[ModelRunner, SleepingMem
     )  # fmt: skip
     model = replace(model_config(2), hidden=hidden, intermediate=2 * hidden)
     runner = make_runner(model, topology, config, make_groups(topology, None, CPU, timedelta(seconds=1)))
-    runner.load(lambda decoder: load_weights(decoder, DummyWeights(3)))
+    runner.load(lambda decoder: load_weights(decoder, DummyWeights(weights)))
     runner.allocate(LIMITS.num_blocks)
     probe = SimulatedDevice(ProbeSettings(CPU, 0, 1 << 30))
     store = open_store(CPU, probe)

@@ -1,6 +1,7 @@
 """The validator agrees with the rules written a second time, and no bytes whatever get past it."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -18,9 +19,11 @@ from workerproto.validate import StepValidator
 TIGHT = StepLimits(
     num_blocks=9, block_size=2, vocabulary=7, max_model_len=8, tokens=9, rows=3, live_requests=4, logprobs=0
 )
+ALIGNED = replace(LIMITS, alignment=8)
+WALKS = {"small": (LIMITS, 1, 6_000), "tight": (TIGHT, 2, 8_000), "aligned": (ALIGNED, 3, 4_000)}
 
 
-@pytest.mark.parametrize(("limits", "seed", "steps"), [(LIMITS, 1, 6_000), (TIGHT, 2, 8_000)], ids=["small", "tight"])
+@pytest.mark.parametrize(("limits", "seed", "steps"), WALKS.values(), ids=WALKS)
 def test_the_validator_walks_with_the_rules(limits: StepLimits, seed: int, steps: int) -> None:
     seen = random_walk(seed, steps, limits)
     for what in ("finished", "preempted", "resumed", "forced", "chunks", "without rows", "blocks shared"):

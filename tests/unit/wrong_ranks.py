@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -225,12 +224,12 @@ class _Executes(Honest):
 class ResumesWithOtherTokens(_Executes):
     def change(self, step: AcceptedStep) -> AcceptedStep:
         started = [s._replace(tokens=s.tokens[::-1]) if len(s.tokens) == 4 else s for s in step.started]
-        return replace(step, started=started)
+        return msgspec.structs.replace(step, started=started)
 
 
 class ForcesOtherTokens(_Executes):
     def change(self, step: AcceptedStep) -> AcceptedStep:
-        return replace(step, forced=(step.forced + 1) % 1000)
+        return msgspec.structs.replace(step, forced=(step.forced + 1) % 1000)
 
 
 class FeedsNothingBack(Honest):

@@ -50,7 +50,7 @@ def log_level(gang: Gang, request: dict[str, str]) -> dict[str, Any]:
 
 def status(gang: Gang, relay: Relay) -> dict[str, Any]:
     """The object of `workerctl status --json`."""
-    config, holder, facts = gang.config, relay.holder, gang.facts
+    config, holder, facts = gang.config, relay.holder, gang.known.facts
     cause = gang.ending.cause or gang.last_cause
     fault = cause.fault if cause else None
     statuses = [one.status for one in gang.ranks]
@@ -158,7 +158,7 @@ def _rank(gang: Gang, one: Rank, seen: Recent, trace: Records) -> dict[str, Any]
         "kernels": one.loaded.kernels if one.loaded else None,
         "load_gb_s": _load_rate(status) if status else None,
         "kv_bytes": one.warm.kv_bytes if one.warm else None,
-        "num_blocks": gang.kv.num_blocks if gang.kv else None,
+        "num_blocks": gang.known.kv.num_blocks if gang.known.kv else None,
         "threads": one.present.threads if one.present else None,
         "memory": one.memory.lines if one.memory else {},
         "memory_labels": one.memory.labels if one.memory else {},

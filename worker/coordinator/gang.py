@@ -7,15 +7,13 @@ import mmap
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from worker import gang_messages as gm
 from worker.config import GangConfig
 from worker.coordinator import causes, limits
 from worker.coordinator.agreement import Agreement, compare_present
 from worker.coordinator.causes import Cause
 from worker.coordinator.ending import Ending
-from worker.coordinator.kv_agreement import agree, done_configuring, facts_of, most_blocks, wanted_blocks
+from worker.coordinator.gang_facts import GangFacts
 from worker.coordinator.operations import Operations
 from worker.coordinator.pauses import Pauses
 from worker.coordinator.rank import Rank
@@ -24,7 +22,8 @@ from worker.coordinator.spawn import Exit, RankProcess
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import set_level
 from workerproto.codec import encode_body
-from workerproto.messages import Facts, Kind, RefusalCode
+from workerproto.messages import Kind
+from workerproto.standing import read_control
 from workerproto.states import GANG, OPERABLE, WITH_FACTS, GangEvent, Machine
 from workerproto.states import Gang as GangState
 from workerproto.steps import Refusal
@@ -50,8 +49,7 @@ class Gang:
         self.epoch = epoch
         beat = config.limits.heartbeat
         self.ranks = [Rank(rank, *maps, beat) for rank, maps in enumerate(zip(records, traces, strict=True))]
-        self.facts: Facts | None = None
-        self.kv: gm.KvConfig | None = None
+        self.known = GangFacts(config)
         self.log_level: str | None = None  # if it was changed
         self.last_cause: Cause | None = None  # of the incarnation before
         self.goes_on = False  # it has failed, and another comes
@@ -77,7 +75,7 @@ class Gang:
         state = self._machine.move(event)
         cause = self.ending.cause
         fault = cause.fault if cause and state is GangState.FAILED else None
-        facts = self.facts if state in WITH_FACTS else None
+        facts = self.known.facts if state in WITH_FACTS else None
         if state in _BRING_UP:
             self._say(f"{time.monotonic() - self.started:5.1f} s  {_BRING_UP[state]}")
         if fault is not None:
@@ -124,7 +122,7 @@ class Gang:
                     self._when_all("offer", event, self._all_offered)
                 case gm.Warm():
                     one.warm = message
-                    self._when_all("warm", GangEvent.ALL_WARM, then=lambda: self.ready.set_result(None))
+                    self._when_all("warm", GangEvent.ALL_WARM, self._measured, lambda: self.ready.set_result(None))
                 case gm.Note(text=text):
                     self._say(f"rank {rank}: {text}")
                 case gm.Memory():
@@ -190,56 +188,43 @@ class Gang:
         self._to_all(gm.Proceed())
 
     def _all_offered(self) -> None:
+        self.known.offered([one.offer for one in self.ranks if one.offer])
         if self.config.kv_config == "scheduler":
-            most = most_blocks(self._offers)
-            self.facts = facts_of(self.config, self._offers, gm.KvConfig(most, self.config.max_model_len))
             self._waiting_since = time.monotonic()
             return
         try:
-            self._configure_kv(most_blocks(self._offers))
-        except ValueError as error:
-            raise Failure(ExitCode.BAD_CONFIG, str(error)) from None
+            self._to_all(self.known.configure())
+        except Refusal as refusal:
+            raise Failure(ExitCode.BAD_CONFIG, str(refusal)) from None
 
-    @property
-    def _offers(self) -> list[gm.KvOffer]:
-        return [one.offer for one in self.ranks if one.offer]
-
-    def _configure_kv(self, blocks: int) -> None:
-        self.kv = agree(self.config, self._offers, blocks)
-        self.facts = facts_of(self.config, self._offers, self.kv)
-        self._to_all(self.kv)
+    def _measured(self) -> None:
+        self.known.measured(one.memory for one in self.ranks)
 
     # Operations.
 
     def configure_kv(self, body: bytes) -> None:
         """A Control in AWAITING_KV: the coordinator judges it, since ranks take no frames yet."""
         try:
-            blocks = wanted_blocks(body, self._offers)
-            self._configure_kv(blocks)
+            agreed = self.known.configure(read_control(body))
         except Refusal as refusal:
             return self.operations.settle(Kind.REFUSED, encode_body(refusal.as_message()), moved=False)
-        except ValueError as error:
-            bad = Refusal(RefusalCode.BAD_ARGUMENT, str(error), "num_blocks", blocks, self.config.max_model_len)
-            return self.operations.settle(Kind.REFUSED, encode_body(bad.as_message()), moved=False)
+        self._to_all(agreed)
         self._waited += time.monotonic() - self._waiting_since
         self._move(GangEvent.KV_CONFIGURED)
-        done = done_configuring(self._offers, blocks)
-        self.operations.settle(Kind.DONE, encode_body(done), moved=True)
+        self.operations.settle(Kind.DONE, encode_body(self.known.configured()), moved=True)
 
-    def _operated(self, event: GangEvent, weights_id: str | None) -> None:
+    def _operated(self, event: GangEvent, performed: gm.Performed) -> None:
         """All ranks have carried out what does this to the gang."""
-        if self.facts is not None and event is GangEvent.UPDATE_FINISH:
-            assert weights_id, "ranks take no update without a name"
-            self.facts = msgspec.structs.replace(self.facts, weights_id=weights_id, weights_valid=True)
+        self.known.operated(event, performed, asleep=self.state is GangState.ASLEEP)
+        self._measured()
         self._move(event)
         if self.state is GangState.DRAINING:
             self.ending.stop("drained")
 
     def update_lost(self) -> None:
         """The lease that was updating the weights is gone, and its requests are forgotten."""
-        if self.facts is not None and self._machine.allows(GangEvent.UPDATE_LOST):
-            self.facts = msgspec.structs.replace(self.facts, weights_valid=False)
-            self._move(GangEvent.UPDATE_LOST)
+        if self._machine.allows(GangEvent.UPDATE_LOST):
+            self._move(self.known.update_lost())
 
     def set_log_level(self, level: str, rank: int | None) -> None:
         """Of one rank or of all, this process too."""

@@ -126,7 +126,7 @@ class Incarnation:
 
     async def _announce(self) -> None:
         await self.gang.ready
-        facts, now = self.gang.facts, time.monotonic()
+        facts, now = self.gang.known.facts, time.monotonic()
         assert facts is not None
         again = "" if self._failed_at is None else f", {now - self._failed_at:.1f} s after the failure"
         self._say(

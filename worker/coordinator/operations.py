@@ -20,11 +20,11 @@ from workerproto.messages import Done, Kind, Refused, Report
 from workerproto.operations import Control
 from workerproto.states import GangEvent
 
-Moved = Callable[[GangEvent, str | None], None]
+Moved = Callable[[GangEvent, gm.Performed], None]
 
 
 class Operations:
-    """One at a time: the relay sees to that. `moved(event, weights_id)` takes the gang along its table, before the
+    """One at a time: the relay sees to that. `moved(event, performed)` takes the gang along its table, before the
     answer goes out.
     """
 
@@ -60,12 +60,12 @@ class Operations:
         if len(self._performed) < self._world_size:
             return
         done = [self._performed[rank] for rank in range(self._world_size)]
-        if len({(one.seq, one.op, one.event, one.weights_id) for one in done}) > 1:
+        if len({(one.seq, one.op, one.event, one.weights_id, one.weights_valid) for one in done}) > 1:
             raise Failure(ExitCode.DISAGREEMENT, f"ranks have carried out different operations: {done}")
         first = done[0]
         self._begin(0)
         if first.event is not None:
-            self._moved(GangEvent(first.event), first.weights_id)
+            self._moved(GangEvent(first.event), first)
         body = encode_body(Done(first.op, [msgspec.msgpack.decode(one.report, type=Report) for one in done]))
         self.settle(Kind.DONE, body, moved=first.event is not None)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from worker.memory.probe import MemoryProbe
 from worker.memory.storages import storages_by_key
 from worker.memory.tensor_store import HostCopy, Storage, TensorStore, bytes_in
+
+Whereabouts = Literal["awake", "host", "checkpoint", "lost"]
+"""Where weights are: on the device, on the host, to be read again from where they came first, or nowhere."""
 
 WEIGHTS, KV_CACHE, RUNTIME = PARTS = ("weights", "kv_cache", "runtime")
 
@@ -52,6 +55,7 @@ class _Asleep:
     storages: Mapping[int, Storage]
     bytes: int  # that the device has back
     copies: Mapping[int, HostCopy]
+    restorable: bool  # what was dropped can be read again
 
 
 class SleepingMemory:
@@ -62,16 +66,17 @@ class SleepingMemory:
         self.asleep: dict[str, _Asleep] = {}
 
     @torch.inference_mode()
-    def sleep(self, parts: Set[str], level: int) -> int:
-        """Returns the bytes that the device has back. Parts that sleep already are let sleep as they do."""
+    def sleep(self, parts: Set[str], level: int, *, restorable: bool = True) -> int:
+        """Returns the bytes that the device has back. Parts that sleep already are let sleep as they do. restorable:
+        whether `reload` brings back the weights that level 2 drops; where not they come back as zeros."""
         self._sleeper.settle()
         before = self._probe.read().free
         for part in PARTS:
             if part in parts and part not in self.asleep:
-                self._sleep(part, level)
+                self._sleep(part, level, restorable)
         return self._probe.read().free - before
 
-    def _sleep(self, part: str, level: int) -> None:
+    def _sleep(self, part: str, level: int, restorable: bool) -> None:
         sleeper, before = self._sleeper, self._probe.read().free
         if part == WEIGHTS:
             sleeper.unpack()
@@ -83,7 +88,7 @@ class SleepingMemory:
             dropped = storages_by_key(sleeper.restorable(), self._device).keys()
         copies = {key: self._store.copy(storage) for key, storage in storages.items() if key not in dropped}
         self._store.release(part, storages.values())
-        self.asleep[part] = _Asleep(level, storages, self._probe.read().free - before, copies)
+        self.asleep[part] = _Asleep(level, storages, self._probe.read().free - before, copies, restorable)
 
     def needed(self, parts: Set[str]) -> int:
         """Bytes that waking them takes."""
@@ -106,16 +111,19 @@ class SleepingMemory:
                 copy.put_back(storage)
             else:
                 bytes_in(storage).zero_()
-        if part == WEIGHTS and asleep.level == 2:
+        if part == WEIGHTS and asleep.level == 2 and asleep.restorable:
             self._sleeper.reload()
         elif part == WEIGHTS:
             self._sleeper.repack()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # host copies are read until then
 
-    def level_of(self, part: str) -> int:
-        """0 if it is awake."""
-        return self.asleep[part].level if part in self.asleep else 0
+    def whereabouts(self) -> Whereabouts:
+        """Of the weights."""
+        asleep = self.asleep.get(WEIGHTS)
+        if asleep is None:
+            return "awake"
+        return "host" if asleep.level == 1 else "checkpoint" if asleep.restorable else "lost"
 
     @property
     def released(self) -> Set[int]:

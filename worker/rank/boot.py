@@ -71,7 +71,7 @@ def bring_up(seat: Seat) -> StepLoop:
     agreed = seat.agreed_cache()
 
     seat.enter("kv")
-    memory.check_blocks(agreed.num_blocks, runner.num_blocks(available))
+    memory.check_cache(agreed, runner.num_blocks(available))
     with store.region(KV_CACHE):
         runner.allocate(agreed.num_blocks)
     seat.enter("warmup")

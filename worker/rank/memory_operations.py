@@ -30,21 +30,17 @@ class MemoryOperations(Operations):
         super().__init__(profiler)
         self._runner, self._memory, self._plan, self._origin, self._report = runner, memory, plan, origin, report
         self._update: Update | None = None
-        self._updated = False  # the weights are not those of the origin any more
+        self._updated = False  # the weights are not those of the origin any more: as `Standing.updated`
         self._dropped_id = ""  # of weights that only the origin has now
 
     def sleep(self, operation: Sleep) -> Perform:
         memory, parts, level = self._sleeping("sleep"), _named(operation.parts), operation.level
-        if level == 2 and WEIGHTS in parts and WEIGHTS not in memory.asleep:
-            if self._updated:
-                message = (
-                    "level 2 drops the weights, and these came by an update: nobody could bring them back; use level 1"
-                )
-                raise _impossible(message, "level", level, 1)
+        restorable = not self._updated
+        if level == 2 and WEIGHTS in parts and WEIGHTS not in memory.asleep and restorable:
             self._dropped_id = self._origin_id()
 
         def perform() -> Report:
-            freed = memory.sleep(parts, level)
+            freed = memory.sleep(parts, level, restorable=restorable)
             return self._told({"freed_bytes": freed})
 
         return perform
@@ -56,9 +52,9 @@ class MemoryOperations(Operations):
             more = self._plan.headroom
             message = f"waking takes {needed} bytes and a step {more} more, {free} are free on the device"
             raise _impossible(message, "parts", needed + self._plan.headroom, free)
-        if memory.level_of(WEIGHTS) == 2 and WEIGHTS in parts and (found := self._origin_id()) != self._dropped_id:
-            message = f"the weights on disk are {found} now, those that were dropped were {self._dropped_id}"
-            raise _impossible(message, "parts", found, self._dropped_id)
+        if memory.whereabouts() == "checkpoint" and WEIGHTS in parts and (now := self._origin_id()) != self._dropped_id:
+            message = f"the weights on disk are {now} now, those that were dropped were {self._dropped_id}"
+            raise _impossible(message, "parts", now, self._dropped_id)
 
         def perform() -> Report:
             taken = memory.wake(parts)
@@ -122,8 +118,8 @@ class MemoryOperations(Operations):
         assert self._memory is not None
         ledger = self._plan.ledger(self._runner, self._memory.released)
         self._report(ledger)
-        asleep = sorted(self._memory.asleep)
-        return report | {"asleep": asleep, "communicators": "not supported", "memory": ledger.lines}
+        told = {"asleep": sorted(self._memory.asleep), "weights": self._memory.whereabouts()}
+        return report | told | {"communicators": "not supported", "memory": ledger.lines}
 
 
 def _named(parts: object) -> frozenset[str]:

@@ -10,12 +10,13 @@ import torch
 from worker.config import GangConfig
 from worker.execution.runner import Runner
 from worker.exit_codes import ExitCode, Failure
-from worker.gang_messages import Memory
+from worker.gang_messages import KvConfig, Memory
 from worker.memory import budget
 from worker.memory.last_good import Figure, LastGood
 from worker.memory.ledger import Books
 from worker.memory.profile import measure, size_cache
 from worker.rank.place import Place
+from workerproto.cache import NHD
 
 
 class MemoryPlan:
@@ -58,10 +59,12 @@ class MemoryPlan:
         return runner.block_bytes * (config.max_rows * -(-config.max_model_len // config.block_size) + 1)
 
     @staticmethod
-    def check_blocks(asked: int, offered: int) -> None:
-        """Raises Failure: a rank never allocates more than it has offered, whoever asks."""
-        if not 1 <= asked <= offered:
-            raise Failure(ExitCode.DISAGREEMENT, f"{asked} blocks are asked for, {offered} were offered")
+    def check_cache(asked: KvConfig, offered: int) -> None:
+        """Raises Failure: a rank never allocates more than it has offered, or what it has not, whoever asks."""
+        if not 1 <= asked.num_blocks <= offered:
+            raise Failure(ExitCode.DISAGREEMENT, f"{asked.num_blocks} blocks are asked for, {offered} were offered")
+        if asked.layout != NHD:
+            raise Failure(ExitCode.DISAGREEMENT, f"layout {asked.layout!r} is asked for, {NHD} is what this rank has")
 
     @property
     def headroom(self) -> int:

@@ -78,5 +78,5 @@ class Seat:
 def step_limits(config: GangConfig, agreed: KvConfig) -> StepLimits:
     return StepLimits(
         agreed.num_blocks, config.block_size, config.model_config.vocab, agreed.max_model_len, config.max_tokens,
-        config.max_rows, config.max_requests, config.max_logprobs,
+        config.max_rows, config.max_requests, config.max_logprobs, agreed.alignment,
     )  # fmt: skip

@@ -179,7 +179,8 @@ class StepLoop:
         self._fault_points.reach(name_of(operation))
         report = msgspec.Raw(msgspec.msgpack.encode(perform()))
         named = operation.weights_id if isinstance(operation, UpdateFinish) else None
-        self._report(gang_messages.Performed(done.sequence, name_of(operation), done.event, report, named))
+        valid = self._validator.standing.weights_valid
+        self._report(gang_messages.Performed(done.sequence, name_of(operation), done.event, report, named, valid))
         self._end_operation(sequence)
 
     def _end_operation(self, sequence: int) -> None:

@@ -141,12 +141,14 @@ def many_logprobs(b: Breakage) -> bool:
 
 
 def computed_to_the_end(b: Breakage) -> bool:
-    size = b.limits.block_size
-    return b.add_new(tokens=[1] * size, computed=size)
+    unit = b.limits.alignment
+    return b.add_new(tokens=[1] * unit, computed=unit)
 
 
 def computed_in_a_block(b: Breakage) -> bool:
-    return b.add_new(tokens=[1] * b.limits.block_size, computed=1)
+    """Or in the middle of as many blocks as a prefix is a multiple of."""
+    size, unit = b.limits.block_size, b.limits.alignment
+    return b.add_new(tokens=[1] * (unit + 1), computed=b.rng.choice([1, size] if size < unit else [1]))
 
 
 def moved_row(b: Breakage) -> bool:
@@ -216,7 +218,7 @@ def block_twice(b: Breakage) -> bool:
 
 
 def unwritten_prefix(b: Breakage) -> bool:
-    """A block that is nobody's, is not full, and is not granted in this step."""
+    """Blocks that are nobody's, are not full, and are not granted in this step."""
     granted = {block for row in b.step.rows for block in row.grants}
     granted |= {block for start in b.step.new + b.step.resumed for block in start.blocks}
     size = b.limits.block_size
@@ -226,7 +228,9 @@ def unwritten_prefix(b: Breakage) -> bool:
         for block in range(b.limits.num_blocks)
         if len(rules.cells[block]) < size and not rules.owners[block] and block not in granted
     ]
-    return bool(idle) and b.add_new(tokens=[1] * (size + 1), blocks=[b.rng.choice(idle)], computed=size)
+    unit = b.limits.alignment
+    few = len(idle) < unit // size
+    return not few and b.add_new(tokens=[1] * (unit + 1), blocks=b.rng.sample(idle, unit // size), computed=unit)
 
 
 def missing_block(b: Breakage) -> bool:
@@ -239,8 +243,8 @@ def missing_block(b: Breakage) -> bool:
 
 
 def missing_prefix(b: Breakage) -> bool:
-    size = b.limits.block_size
-    return b.add_new(tokens=[1] * (size + 1), computed=size)
+    unit = b.limits.alignment
+    return b.add_new(tokens=[1] * (unit + 1), computed=unit)
 
 
 def many_blocks(b: Breakage) -> bool:

@@ -78,6 +78,11 @@ class Bench:
         if not holds:
             raise NotProvoked(f"needs {what}")
 
+    def need_prefixes(self) -> None:
+        """Prefixes of one block."""
+        kv = self.facts.kv
+        self.need(kv.alignment == kv.block_size, "an alignment of one block")
+
     def need_room(self, *, blocks: int = 0, length: int = 0, tokens: int = 0, rows: int = 1, live: int = 1) -> None:
         facts, limits = self.facts, self.facts.limits
         self.need(facts.kv.num_blocks >= blocks, f"{blocks} blocks")

@@ -36,6 +36,14 @@ def _(bench: Bench) -> None:
         require(value >= 1, f"{name} is {value}")
     for name, each in (("kv.block_bytes", kv.block_bytes), ("kv.available_bytes", kv.available_bytes)):
         require(len(each) == ranks, f"{name} has {len(each)} members for {ranks} ranks")
+    unit = f"kv.alignment is {kv.alignment} for blocks of {kv.block_size}"
+    require(kv.alignment >= 1 and kv.alignment % kv.block_size == 0, unit)
+    require(kv.hash_block_size >= 1 and kv.alignment % kv.hash_block_size == 0, f"hash_block_size, where {unit}")
+    require(kv.layout, "kv.layout is empty")
+    require(len(facts.memory) == ranks, f"memory has {len(facts.memory)} members for {ranks} ranks")
+    for rank, ledger in enumerate(facts.memory):
+        lines = sum(size for name, size in ledger.items() if name != "total")
+        require(ledger.get("total", 0) == lines, f"memory[{rank}] sums to {lines}, not to its total")
 
 
 @LEASES("9.lease-held")

@@ -184,6 +184,7 @@ def _prefix(name: str, code: RefusalCode, make: Callable[[Scene, int], PlainStar
     @REFUSALS(f"15.{name}")
     def run(bench: Bench) -> None:
         size = bench.facts.kv.block_size
+        bench.need_prefixes()
         bench.need_room(length=2 * size + 1)
         scene = Scene(bench)
         scene.refuses(PlainStep(new=[make(scene, size)]), code, 9, field)
@@ -208,6 +209,7 @@ def _(bench: Bench) -> None:
     """Request 3 has written one position of its block."""
     size = bench.facts.kv.block_size
     bench.need(size > 1, "blocks of more than one position")
+    bench.need_prefixes()
     bench.need_room(length=size + 1)
     scene = Scene(bench)
     new = scene.new(bench.prompt(size + 1), scene.blocks[2][:1], size)
@@ -216,7 +218,7 @@ def _(bench: Bench) -> None:
 
 @REFUSALS("15.computed-no-multiple")
 def _(bench: Bench) -> None:
-    bench.need(bench.facts.kv.block_size > 1, "blocks of more than one position")
+    bench.need(bench.facts.kv.alignment > 1, "prefixes of more than one position")
     scene = Scene(bench)
     scene.refuses(PlainStep(new=[scene.new(computed=1)]), _C.BAD_COMPUTED, 9, "new.computed")
 

@@ -173,6 +173,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     """A written block is shared while its owner runs, and after; it is owned as long as one of them lives."""
     size = bench.facts.kv.block_size
+    bench.need_prefixes()
     bench.need_room(blocks=3, length=size + 2, tokens=size)
     link, prompt = bench.attached(), bench.prompt(size + 1)
     drawn(link, PlainStep(new=[PlainStart(1, prompt, [0], 0)], rows=[PlainRow(1, 0, size)]))
@@ -193,6 +194,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     """A prefix may be written by another row of the step that shares it."""
     size = bench.facts.kv.block_size
+    bench.need_prefixes()
     bench.need_room(blocks=2, length=size + 2, tokens=size + 1, rows=2, live=2)
     link, prompt = bench.attached(), bench.prompt(size + 1)
     starts = [PlainStart(1, prompt, [0], 0), PlainStart(2, prompt, [0, 1], size)]

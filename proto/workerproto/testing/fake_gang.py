@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from workerproto.cache import NHD, configure
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body, read_lease, read_sequence
 from workerproto.messages import (
     ORDERED_KINDS,
@@ -29,12 +30,11 @@ from workerproto.messages import (
     Kind,
     Limits,
     Message,
-    RefusalCode,
     Refused,
     Result,
     Welcome,
 )
-from workerproto.operations import ConfigureKv, Control, UpdateFinish, name_of
+from workerproto.operations import Control, UpdateFinish, name_of
 from workerproto.standing import read_control
 from workerproto.states import GANG, TAKEN_IN, WITH_FACTS, Gang
 from workerproto.steps import Refusal, StepLimits
@@ -57,9 +57,13 @@ def fake_facts(
     logprobs: int = 20,
 ) -> Facts:
     """Facts of a gang that is not there. Lengths in tokens; tokens and rows are per step."""
-    kv = Cache(num_blocks, block_size, "int32", "fake", [4 * block_size], [4 * block_size * num_blocks])
+    block_bytes = 4 * block_size
+    kv = Cache(
+        num_blocks, block_size, "int32", NHD, [block_bytes] * pp, [block_bytes * num_blocks] * pp, block_size,
+        block_size,
+    )  # fmt: skip
     limits = Limits(pp + 2, tokens, rows, 4 * rows, 16 * 2**20, logprobs)
-    return Facts("fake", vocabulary, max_model_len, "fake", True, kv, 1, pp, limits)
+    return Facts("fake", vocabulary, max_model_len, "fake", True, kv, 1, pp, limits, [{}] * pp)
 
 
 @dataclass(slots=True)
@@ -265,7 +269,7 @@ class FakeGang:
         self._forget_steps()
         self._dropped += self.validator.reset()
         if self.state is Gang.UPDATING:
-            self.state = Gang.READY
+            self.state = self.validator.standing.state
             self.facts = replace(self.facts, weights_valid=False)
 
     def _forget_steps(self) -> None:
@@ -300,7 +304,9 @@ class FakeGang:
         answer: Done | Refused
         try:
             if self.state is Gang.AWAITING_KV:
-                operation, event = self._configure(read_control(body)), None
+                operation, event = read_control(body), None
+                self.facts = configure(self.facts, operation)
+                self._make_ranks()
             else:
                 operation, event = self.validator.propose(seq, body)[1:]
                 self.validator.carry_out()
@@ -310,7 +316,8 @@ class FakeGang:
         else:
             kind, answer = Kind.DONE, Done(name_of(operation), [{}] * (self.facts.tp * self.facts.pp))
             if isinstance(operation, UpdateFinish):
-                self.facts = replace(self.facts, weights_id=operation.weights_id, weights_valid=True)
+                self.facts = replace(self.facts, weights_id=operation.weights_id)
+            self.facts = replace(self.facts, weights_valid=self.validator.standing.weights_valid)
             if event is not None:
                 self._enter(GANG[self.state, event])
         if not seq:
@@ -325,20 +332,6 @@ class FakeGang:
             self._enter(Gang.STOPPING)
             self._enter(Gang.STOPPED)
             self._end_lease(Bye("STOPPED", "the gang has stopped"))
-
-    def _configure(self, operation: Control) -> Control:
-        most = self.facts.kv.num_blocks
-        if not isinstance(operation, ConfigureKv):
-            message = "the gang waits for configure_kv"
-            raise Refusal(RefusalCode.AWAITING_KV, message, "op", name_of(operation), "configure_kv")
-        if not 1 <= operation.num_blocks <= most:
-            message = f"there is room for 1 … {most} blocks"
-            raise Refusal(RefusalCode.BAD_ARGUMENT, message, "num_blocks", operation.num_blocks, most)
-        kv = replace(self.facts.kv, num_blocks=operation.num_blocks)
-        length = min(self.facts.max_model_len, kv.num_blocks * kv.block_size)
-        self.facts = replace(self.facts, kv=kv, max_model_len=length)
-        self._make_ranks()
-        return operation
 
     def _enter(self, state: Gang) -> None:
         self.state = state

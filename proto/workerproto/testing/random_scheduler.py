@@ -24,6 +24,7 @@ class RandomScheduler:
     def step(self) -> PlainStep:
         plain, rng, rules = PlainStep(), self.rng, self.rules
         self._limits = rules.limits
+        self._unit = rules.limits.alignment // rules.limits.block_size  # blocks
         self._tokens, self._rows = rng.randint(1, rules.limits.tokens), rules.limits.rows
         owners = [len(holders) for holders in rules.owners]
         size = self._limits.block_size
@@ -95,6 +96,8 @@ class RandomScheduler:
                     break
                 shared.append(block)
                 tokens += self._written[block]
+            del shared[len(shared) // self._unit * self._unit :]
+            del tokens[len(shared) * limits.block_size :]
             length = rng.randint(len(tokens) + 1, limits.max_model_len)
             tokens += [rng.randrange(limits.vocabulary) for _ in range(length - len(tokens))]
             logprobs = rng.randint(-1, limits.logprobs)
@@ -114,6 +117,7 @@ class RandomScheduler:
                 if not found:
                     break
                 shared.append(found[0])
+            del shared[len(shared) // self._unit * self._unit :]
             plain.resumed.append(self._start(plain, PlainStart(name, known.tokens[:], shared, len(shared) * size)))
 
     def _start(self, plain: PlainStep, start: PlainStart) -> PlainStart:

@@ -163,7 +163,7 @@ class SlowRules:
         limits = self.limits
         _require(0 < len(start.tokens) <= limits.max_model_len, "length")
         _require(all(0 <= token < limits.vocabulary for token in start.tokens), "vocabulary")
-        _require(start.computed % limits.block_size == 0 and 0 <= start.computed < len(start.tokens), "computed")
+        _require(start.computed % limits.alignment == 0 and 0 <= start.computed < len(start.tokens), "computed")
         shared = start.computed // limits.block_size
         _require(shared <= len(start.blocks) <= limits.blocks_per_request, "number of blocks")
         known = self.requests[start.id]
