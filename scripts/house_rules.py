@@ -17,7 +17,7 @@ RULES = {
         r"# *(?:noqa|type: *ignore)(?:(?!:|\[)|(?:: *[A-Z0-9, ]+|\[[a-z, -]+\])\s*$)"
     ),
     "a process is stopped by tests.processes.stop, which waits until it is": re.compile(
-        r"\.suspend\(|\bkill(?:pg)?\([^,]+, signal\.SIGSTOP\)"
+        r"(?<!backend)(?<!communicators)\.suspend\(|\bkill(?:pg)?\([^,]+, signal\.SIGSTOP\)"
     ),
 }
 RULES_FOR_ANY_TEXT = {

@@ -1,6 +1,6 @@
 """Memory of one gang under load: what the ledger promised, what the device then showed, and what sleep gives back.
 
-usage: memory_figures.py --model DIR|8b [--seconds 300] [workerctl up's options]
+usage: memory_figures.py [--model DIR|8b] [--seconds 300] [workerctl up's options]
 
 Starts a gang, fills its KV cache by turns with as many requests as it takes and with the longest ones, puts it to
 sleep at both levels, and holds it to the same tokens afterwards. The last line of output is one JSON object.
@@ -182,7 +182,8 @@ def cycle(level: int, expected: list[int]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", default="8b", help="a folder, or the 8B shape with random weights (%(default)s)")
+    parser.add_argument("--gpu-memory-utilization", default="0.95", metavar="SHARE", help="(%(default)s)")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--cycles", type=int, default=1, help="of sleep and wake, at each level")
     options, more = parser.parse_known_args()
@@ -192,6 +193,7 @@ def main() -> None:
             model, more = folder, ["--load-format", "dummy", *more]
         else:
             model = options.model
+        more += ["--gpu-memory-utilization", options.gpu_memory_utilization]
         print(workerctl("up", "--model", model, "--name", NAME, "--enable-sleep-mode", "--detach", *more), flush=True)
         try:
             promised = ledgers()

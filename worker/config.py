@@ -54,7 +54,8 @@ class MemoryConfig:
     kv_bytes: of the KV cache, given outright. most: of the KV cache where nothing was asked, on cpu. device_bytes: of
     the device that a cpu plays; None for a rank's part of what the host has free. probe: "module:Class" in place of
     the device's own. graphs: whether graphs count in the budget. sleep: whether
-    memory can be given back, as on cpu it always can. cache: a folder for figures of earlier starts.
+    memory can be given back, as on cpu it always can. suspend: communicators' too, where they can. cache: a folder for
+    figures of earlier starts.
     """
 
     utilization: float
@@ -64,6 +65,7 @@ class MemoryConfig:
     probe: str | None
     graphs: bool
     sleep: bool
+    suspend: bool
     cache: Path
 
 
@@ -265,6 +267,8 @@ def _memory(options: argparse.Namespace, device: str, environment: Mapping[str, 
         raise ValueError(f"--cpu-memory-bytes is the size of a device that a cpu plays, and --device is {device}")
     if probe is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", probe):
         raise ValueError(f"--memory-probe is {probe!r}, it must be module:Class")
+    if options.suspend_communicators and device == "cuda" and not options.enable_sleep_mode:
+        raise ValueError("--suspend-communicators is a part of sleep: it needs --enable-sleep-mode")
     unasked = device == "cpu" and share is None and options.cpu_memory_bytes is None
     return MemoryConfig(
         utilization=UTILIZATION if share is None else share,
@@ -274,6 +278,7 @@ def _memory(options: argparse.Namespace, device: str, environment: Mapping[str, 
         probe=probe,
         graphs=not options.ignore_graph_memory,
         sleep=options.enable_sleep_mode or device == "cpu",
+        suspend=options.suspend_communicators,
         cache=_cache_folder(environment),
     )
 

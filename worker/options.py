@@ -62,6 +62,10 @@ def add_gang_options(parser: argparse.ArgumentParser) -> None:
         "at most",
     )  # fmt: skip
     add("--enable-sleep-mode", action="store_true", help="let memory be given back by sleep (on cpu it always can)")
+    add(
+        "--suspend-communicators", action="store_true",
+        help="in sleep, together with runtime; NCCL can from 2.29.7 on, else the answer to sleep says not supported",
+    )  # fmt: skip
     add("--memory-probe", metavar="MODULE:CLASS", help="in place of the device's own view of its memory")
     add(
         "--kv-config", choices=KV_CONFIGS, default=KV_CONFIGS[0],

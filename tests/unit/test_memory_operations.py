@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from worker.execution.model_runner import ModelRunner
 from worker.gang_messages import Memory
 from worker.memory.simulated_device import SimulatedDevice
 from worker.memory.sleep import SleepingMemory
+from worker.parallel.suspension import Communicators
 from worker.rank.memory_operations import MemoryOperations
 from worker.weights.update import digest_of, files_of
 from workerproto.messages import RefusalCode
@@ -25,6 +27,7 @@ from workerproto.operations import Control, Part, Sleep, UpdateBegin, UpdateChun
 from workerproto.steps import Refusal
 
 MIB = 1 << 20
+NONE_THAT_CAN = Communicators()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,6 +44,9 @@ class Plan:
 
     probe: SimulatedDevice
     headroom: int = 1000
+
+    def communicators(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def free(self) -> int:
         return self.probe.read().free
@@ -73,13 +79,13 @@ def house(tmp_path: Path) -> House:
     return make_house(torch.float32, tmp_path)
 
 
-def make_house(dtype: torch.dtype, tmp_path: Path) -> House:
+def make_house(dtype: torch.dtype, tmp_path: Path, communicators: Communicators = NONE_THAT_CAN) -> House:
     runner, memory, probe = make(dtype)
     plan, reports = Plan(probe), list[Memory]()
     origin = tmp_path / "model"
     origin.mkdir()
     save_file(whole_tensors(runner.model, 3), origin / "model.safetensors")
-    operations = MemoryOperations(runner, memory, plan, (origin, "auto", 0), reports.append)  # type: ignore[arg-type]  # a part of it
+    operations = MemoryOperations(runner, memory, plan, (origin, "auto", 0), reports.append, communicators)  # type: ignore[arg-type]  # a part of it
     return House(runner, memory, plan, operations, reports)
 
 
@@ -163,8 +169,45 @@ def test_new_weights_come_between_sleep_and_wake_again_and_again(dtype: torch.dt
         assert run_workload(house.runner).tokens == run_workload(fresh).tokens
 
 
+class Backend:
+    """A communicator with a MiB of its own on the device."""
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = torch.zeros(MIB, dtype=torch.uint8)
+
+    def suspend(self) -> None:
+        assert self.buffer is not None
+        self.buffer = None
+
+    def resume(self) -> None:
+        assert self.buffer is None
+        self.buffer = torch.zeros(MIB, dtype=torch.uint8)
+
+
+def test_communicators_sleep_with_the_runtime_if_that_is_wanted(tmp_path: Path) -> None:
+    house = make_house(torch.float32, tmp_path, Communicators([Backend(), Backend()], wanted=True))
+    holds = house.runner.holdings()
+    assert house.do(Sleep(1, [Part.KV_CACHE]))["communicators"] == "in use"
+    slept = house.do(Sleep(1))
+    assert (slept["communicators"], slept["freed_bytes"]) == ("suspended", holds.weights + holds.buffers + 2 * MIB)
+    assert house.do(Wake([Part.WEIGHTS]))["communicators"] == "suspended"
+    needed = house.memory.needed({"runtime"}) + 2 * MIB
+    others = house.plan.free() - needed - house.plan.headroom
+    house.plan.probe.total -= others + 1
+    assert f"waking takes {needed} bytes" in house.refused(Wake([Part.RUNTIME]), RefusalCode.NOT_POSSIBLE)
+    house.plan.probe.total += others + 1
+    woken = house.do(Wake())
+    assert woken["communicators"] == "in use"
+    assert woken["taken_bytes"] == holds.kv_cache + holds.buffers + 2 * MIB
+
+
+def test_communicators_are_kept_unless_that_is_wanted(tmp_path: Path) -> None:
+    house = make_house(torch.float32, tmp_path, Communicators([Backend()]))
+    assert [house.do(one)["communicators"] for one in (Sleep(), Wake())] == ["kept", "kept"]
+
+
 def test_memory_that_cannot_sleep_says_what_it_needs() -> None:
     runner, _, probe = make(torch.float32)
-    operations = MemoryOperations(runner, None, Plan(probe), (Path(), "dummy", 0), lambda _: None)  # type: ignore[arg-type]  # a part of it
+    operations = MemoryOperations(runner, None, Plan(probe), (Path(), "dummy", 0), lambda _: None, NONE_THAT_CAN)  # type: ignore[arg-type]  # a part of it
     with pytest.raises(Refusal, match="--enable-sleep-mode"):
         operations.prepare(Sleep())

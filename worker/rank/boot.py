@@ -22,6 +22,7 @@ from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
 from worker.memory.sleep import KV_CACHE, RUNTIME, WEIGHTS, SleepingMemory
 from worker.memory.tensor_store import NoStore, open_store
 from worker.parallel.groups import Groups, make_groups
+from worker.parallel.suspension import open_communicators
 from worker.rank.answers import Answers
 from worker.rank.memory_operations import MemoryOperations
 from worker.rank.memory_plan import MemoryPlan
@@ -92,7 +93,8 @@ def bring_up(seat: Seat) -> StepLoop:
     asleep = None if isinstance(store, NoStore) else SleepingMemory(runner, store, books.probe, device)
     origin = (config.model, config.load_format, config.seed)
     profiler = Profiler(place.rank, config.observe.log_dir)
-    operations = MemoryOperations(runner, asleep, memory, origin, seat.control.report, profiler)
+    communicators = open_communicators(groups, device, wanted=config.memory.suspend)
+    operations = MemoryOperations(runner, asleep, memory, origin, seat.control.report, communicators, profiler)
     loop = StepLoop(
         seat.steps(), runner, step_limits(config, agreed), place.epoch, answers, status=seat.status,
         report=seat.control.report, fault_points=seat.fault_points, operations=operations,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from worker.execution.model_runner import ModelRunner
 from worker.gang_messages import FromRank
-from worker.memory.sleep import PARTS, WEIGHTS, SleepingMemory
+from worker.memory.sleep import PARTS, RUNTIME, WEIGHTS, SleepingMemory
+from worker.parallel.suspension import Communicators
 from worker.rank.memory_plan import MemoryPlan
 from worker.rank.operations import Operations, Perform, Report
 from worker.rank.profiler import Profiler
@@ -25,9 +26,11 @@ class MemoryOperations(Operations):
 
     def __init__(
         self, runner: ModelRunner, memory: SleepingMemory | None, plan: MemoryPlan, origin: tuple[Path, str, int],
-        report: Callable[[FromRank], None], profiler: Profiler | None = None,
+        report: Callable[[FromRank], None], communicators: Communicators, profiler: Profiler | None = None,
     ) -> None:  # fmt: skip
         super().__init__(profiler)
+        self._communicators = communicators
+        self._suspended_bytes = 0  # of communicators
         self._runner, self._memory, self._plan, self._origin, self._report = runner, memory, plan, origin, report
         self._update: Update | None = None
         self._updated = False  # the weights are not those of the origin any more: as `Standing.updated`
@@ -41,13 +44,16 @@ class MemoryOperations(Operations):
 
         def perform() -> Report:
             freed = memory.sleep(parts, level, restorable=restorable)
+            if RUNTIME in parts and not self._communicators.suspended:
+                freed += self._suspend()
             return self._told({"freed_bytes": freed})
 
         return perform
 
     def wake(self, operation: Wake) -> Perform:
         memory, parts = self._sleeping("wake"), _named(operation.parts)
-        needed, free = memory.needed(parts), self._plan.free()
+        resumes = RUNTIME in parts and self._communicators.suspended
+        needed, free = memory.needed(parts) + resumes * self._suspended_bytes, self._plan.free()
         if needed + self._plan.headroom > free:
             more = self._plan.headroom
             message = f"waking takes {needed} bytes and a step {more} more, {free} are free on the device"
@@ -58,9 +64,21 @@ class MemoryOperations(Operations):
 
         def perform() -> Report:
             taken = memory.wake(parts)
+            if resumes:
+                with self._plan.communicators():
+                    self._communicators.resume()
+                taken += self._suspended_bytes
             return self._told({"taken_bytes": taken})
 
         return perform
+
+    def _suspend(self) -> int:
+        """Returns the bytes that communicators have given back."""
+        before = self._plan.free()
+        with self._plan.communicators():
+            self._communicators.suspend()
+        self._suspended_bytes = self._plan.free() - before if self._communicators.suspended else 0
+        return self._suspended_bytes
 
     def update_begin(self, operation: UpdateBegin) -> Perform:
         def perform() -> Report:
@@ -114,12 +132,12 @@ class MemoryOperations(Operations):
             raise _impossible(message, "parts", WEIGHTS, str(self._origin[0])) from None
 
     def _told(self, report: dict[str, object]) -> Report:
-        """The ledger is sent too. Communicators keep their buffers: torch offers no call that suspends them."""
+        """The ledger is sent too."""
         assert self._memory is not None
         ledger = self._plan.ledger(self._runner, self._memory.released)
         self._report(ledger)
         told = {"asleep": sorted(self._memory.asleep), "weights": self._memory.whereabouts()}
-        return report | told | {"communicators": "not supported", "memory": ledger.lines}
+        return report | told | {"communicators": self._communicators.condition, "memory": ledger.lines}
 
 
 def _named(parts: object) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -70,6 +71,10 @@ class MemoryPlan:
     def headroom(self) -> int:
         """Bytes that the largest step takes at its height."""
         return self._budget.profile.headroom
+
+    def communicators(self) -> AbstractContextManager[None]:
+        """What they give back or take while the block runs is booked on their line."""
+        return self._books.phase("communicators")
 
     def free(self) -> int:
         """Bytes of the device, now."""
