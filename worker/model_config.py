@@ -215,12 +215,23 @@ def _refuse_unbuilt(fields: _Fields) -> None:
         fields.fail("quantization_config", quantization, "quantized weights are not built")
 
 
+_ROPE_FIELDS = {
+    "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings",
+}  # fmt: skip
+
+
 def _rope(fields: _Fields) -> RopeConfig:
     name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
     rope = fields.group(name)
     _refuse_contradictions(fields, rope)
-    theta = rope.number("rope_theta", fields.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.number("rope_theta") if "rope_theta" in rope.values else fields.number("rope_theta", 10000.0)
+    silent = _REQUIRED if "factor" in rope.values else "default"
+    kind = rope.get("type", silent) if rope.get("rope_type", None) is None else rope.values["rope_type"]
+    if kind not in ("default", "linear", "llama3"):
+        rope.fail("rope_type", kind, "must be default, linear or llama3")
+    for unknown in rope.values.keys() - _ROPE_FIELDS:  # as where each kind of layer has settings of its own
+        rope.fail(unknown, rope.values[unknown], "which is not known here")
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         fields.fail("partial_rotary_factor", share, "must be 1.0")
@@ -228,8 +239,6 @@ def _rope(fields: _Fields) -> RopeConfig:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, rope.number("factor"))
-    if kind != "llama3":
-        rope.fail("rope_type", kind, "must be default, linear or llama3")
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
         rope.fail("high_freq_factor", high, f"must be above low_freq_factor {low}")
@@ -257,17 +266,17 @@ def _sliding_window(fields: _Fields, family: _Family) -> int | None:
     if family.window is None or ("sliding_window" in fields.values and fields.values["sliding_window"] is None):
         return None
     window = fields.integer("sliding_window", family.window)
-    if family.window_is_optional:
-        if not fields.flag("use_sliding_window", False):
-            return None
-        kinds = fields.get("layer_types", None)
-        if kinds is not None:
-            if type(kinds) is not list:
-                fields.fail("layer_types", kinds, "must be a list")
-            return window if "sliding_attention" in kinds else None
-        full = fields.get("max_window_layers", 28)  # the layers before this one attend to everything
-        return None if type(full) is int and full >= fields.integer("num_hidden_layers") else window
-    return window
+    if not family.window_is_optional:
+        return window
+    layers, wanted = fields.integer("num_hidden_layers"), fields.flag("use_sliding_window", False)
+    kinds = fields.get("layer_types", None)
+    if kinds is not None:
+        known = ["full_attention", "sliding_attention"] if wanted else ["full_attention"]
+        if type(kinds) is not list or len(kinds) != layers or any(kind not in known for kind in kinds):
+            fields.fail("layer_types", kinds, f"must be a list of {layers}, each {' or '.join(known)}")
+        return window if "sliding_attention" in kinds else None
+    full = fields.get("max_window_layers", 28)  # the layers before this one attend to everything
+    return window if wanted and not (type(full) is int and full >= layers) else None
 
 
 def _dtype(fields: _Fields) -> str:

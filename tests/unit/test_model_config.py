@@ -120,7 +120,11 @@ def test_context_beyond_the_model(tmp_path: Path) -> None:
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
         (
             {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": 5},
-            "layer_types is 5, must be a list",
+            "layer_types is 5, must be a list of 30",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["sliding_attention"] * 30},
+            r"layer_types is .*must be a list of 30, each full_attention$",
         ),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is Infinity"),
         ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings is "yes", must be true or false'),
@@ -131,6 +135,12 @@ def test_context_beyond_the_model(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantized weights are not built"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r'rope_scaling\.rope_type is "yarn", must be default'),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling\.factor is missing"),
+        ({"rope_scaling": {"factor": 2}}, r"rope_scaling\.type is missing"),
+        ({"rope_theta": "x"}, 'config.json: rope_theta is "x"'),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
+            r"rope_parameters\.full_attention is .*not known here",
+        ),
         ({"rope_parameters": [1]}, "rope_parameters is"),
         ({"rope_parameters": {"rope_theta": 5e5}}, r"rope_theta is 100000, but rope_parameters.rope_theta is 500000.0"),
         (
