@@ -25,15 +25,26 @@ def weights_id(folder: Path, load_format: str, seed: int) -> str:
         return f"{load_format[-200:]}#{blake2b(f'{folder.resolve()} {seed}'.encode(), digest_size=16).hexdigest()}"
     digest = blake2b(digest_size=16)
     for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as stream:
-            start = 8 + int.from_bytes(stream.read(8), "little")
-            header = stream.read(start - 8)
-            digest.update(header)
-            for name, entry in sorted(json.loads(header).items()):
-                if name != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    stream.seek(start + max(begin, (begin + end - SAMPLE_BYTES) // 2))
-                    digest.update(stream.read(min(SAMPLE_BYTES, end - begin)))
+        try:
+            _add(digest, file)
+        except (LookupError, TypeError, AttributeError) as error:  # JSON, but not as the format has it
+            raise ValueError(f"{file}: no header of safetensors ({error!r})") from None
     return f"blake2b:{digest.hexdigest()}"
+
+
+def _add(digest: blake2b, file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size} ".encode())
+    with file.open("rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        if start > size:
+            raise ValueError(f"{file}: {size} bytes, and a header of {start - 8}")
+        header = stream.read(start - 8)
+        digest.update(header)
+        for name, entry in sorted(json.loads(header).items()):
+            if name != "__metadata__":
+                begin, end = map(int, entry["data_offsets"])
+                if not 0 <= begin <= end <= size:
+                    raise ValueError(f"{file}: {name} from {begin} to {end} of {size} bytes")
+                stream.seek(start + max(begin, (begin + end - SAMPLE_BYTES) // 2))
+                digest.update(stream.read(min(SAMPLE_BYTES, end - begin)))

@@ -7,10 +7,10 @@ from array import array
 import pytest
 
 from worker.coordinator import causes
-from worker.coordinator.agreement import Agreement, compare_present
+from worker.coordinator.agreement import Agreement
 from worker.coordinator.spawn import Exit
 from worker.exit_codes import ExitCode, Failure
-from worker.gang_messages import Present, Refusal
+from worker.gang_messages import Refusal
 from worker.processes import started_at
 from worker.rank.fault_points import FaultPoints, InjectedFault, check_faults
 from worker.rank.faults import describe
@@ -101,21 +101,6 @@ def test_one_rank_refuses_what_another_accepts() -> None:
     agreement.digests(1, 1, packed(1, 2, 9))
     with pytest.raises(Failure, match=r"from step 3 on: rank 1 refused it \(MALFORMED request None body\)"):
         agreement.digests(0, 1, packed(1, 2, 3))
-
-
-def test_roll_call_prints_a_difference_from_both_sides() -> None:
-    same = Present({"torch": "2.13", "dtype": "float32"}, "cpu", 1)
-    compare_present({0: same, 1: same}, {0: "a", 1: "a"})
-    with pytest.raises(Failure, match=r"torch is 2.13 on rank 0 and 2.11 on rank 1"):
-        compare_present({0: same, 1: Present({"torch": "2.11", "dtype": "float32"}, "cpu", 1)}, {})
-
-
-def test_one_device_for_two_ranks() -> None:
-    device = Present({}, "cuda:0 GPU-5f1c", 1)
-    compare_present({0: device, 1: device}, {0: "a", 1: "b"})
-    with pytest.raises(Failure, match="rank 0 and rank 1 both have device cuda:0 GPU-5f1c of a") as failure:
-        compare_present({0: device, 1: device}, {0: "a", 1: "a"})
-    assert failure.value.code is ExitCode.ROLL_CALL
 
 
 def test_fault_points() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from worker.exit_codes import ExitCode, Failure
-from worker.gang_messages import Present, Refusal
+from worker.gang_messages import Refusal
 
 _REMEMBERED = 1 << 16
-_SHARED = ("cpu", "fake")
-"""Devices that all ranks of a host may have."""
 
 
 class Agreement:
@@ -60,23 +56,3 @@ class Agreement:
 
         sides = f"{side(one, digest_of_one)}, {side(other, digest_of_other)}"
         raise Failure(ExitCode.DISAGREEMENT, f"ranks disagree from step {sequence} on: {sides}")
-
-
-def compare_present(present: Mapping[int, Present], nodes: Mapping[int, str]) -> None:
-    """Raises Failure(ROLL_CALL) if two ranks run different things, or have the same device. `nodes`: host by rank."""
-    first, *others = sorted(present)
-    for rank in others:
-        for name, value in present[first].facts.items():
-            if (theirs := present[rank].facts.get(name)) != value:
-                raise Failure(
-                    ExitCode.ROLL_CALL, f"roll-call: {name} is {value} on rank {first} and {theirs} on rank {rank}"
-                )
-    seated: dict[tuple[str, str], int] = {}
-    for rank, one in sorted(present.items()):
-        if one.device in _SHARED:
-            continue
-        node, identity = nodes.get(rank, ""), one.device.split()[-1]
-        if (other := seated.setdefault((node, identity), rank)) != rank:
-            raise Failure(
-                ExitCode.ROLL_CALL, f"roll-call: rank {other} and rank {rank} both have device {one.device} of {node}"
-            )

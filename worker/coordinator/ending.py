@@ -23,7 +23,7 @@ from workerproto.states import GangEvent, Machine
 GATHER_S = 0.2  # after the first sign of death: others may tell more of the cause
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
 STOP_S = 5.0  # for a clean end of the ranks after STOP
-STUCK_S = 1.0  # the same, if a step did not end within the drain limit
+STUCK_S = 1.0  # the same, if nothing is to be waited for, or in vain
 ONE_WISH_S = 0.1  # signals to stop that come as close as this are one: a process group gets it, and its leader again
 
 
@@ -144,12 +144,13 @@ class Ending:
             if stuck := bool(self._relay.stream.in_flight):  # they do not come to the end of their stream
                 self._to_all(gm.Stop(ExitCode.OK, "stopped"))
         else:
-            stuck = False
+            stuck = True  # there is nothing to bring to an end
             self._move(GangEvent.STOP)
             self._to_all(gm.Stop(ExitCode.OK, "stopped"))
             self._signal(signal.SIGTERM, [one for one in self._ranks if one.hello is None])  # it hears nothing yet
         if self._at_once:
             self._signal(signal.SIGKILL)
+        stuck = stuck or any(one.stopped for one in self._ranks)  # which does nothing until it is killed
         for patience, number in ((STUCK_S if stuck else STOP_S, signal.SIGTERM), (SIGTERM_S, signal.SIGKILL)):
             if await self._all_gone(patience):
                 break

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 
 from worker import gang_messages as gm
+from worker import roll_call
 from worker.config import GangConfig
 from worker.coordinator import causes, limits
-from worker.coordinator.agreement import Agreement, compare_present
+from worker.coordinator.agreement import Agreement
 from worker.coordinator.causes import Cause
 from worker.coordinator.ending import Ending
 from worker.coordinator.gang_facts import GangFacts
@@ -181,14 +182,16 @@ class Gang:
             self._send(one.rank, message)
 
     def _all_present(self) -> None:
-        compare_present(
+        roll_call.compare(
             {one.rank: one.present for one in self.ranks if one.present},
             {one.rank: one.hello.node for one in self.ranks if one.hello},
+            roll_call.facts_of_coordinator(self.config.model_config),
         )
         self._to_all(gm.Proceed())
 
     def _all_offered(self) -> None:
-        self.known.offered([one.offer for one in self.ranks if one.offer])
+        weights = next(one.present.facts[roll_call.WEIGHTS] for one in self.ranks if one.present)
+        self.known.offered([one.offer for one in self.ranks if one.offer], weights)
         if self.config.kv_config == "scheduler":
             self._waiting_since = time.monotonic()
             return
@@ -247,7 +250,9 @@ class Gang:
         bounds, ranks, stream = self.config.limits, self.ranks, self._relay.stream
         overdue = limits.heartbeat_overdue(bounds, ranks)
         if self.state in OPERABLE:
-            overdue = overdue or limits.step_overdue(bounds, ranks, stream.head, stream.head_since)
+            overdue = overdue or limits.step_overdue(
+                bounds, ranks, stream.head, stream.head_since, self._pauses.since
+            )
         elif not self.ready.done():
             began = self.started + self._waited
             overdue = overdue or limits.startup_overdue(bounds, ranks, self.state, began)

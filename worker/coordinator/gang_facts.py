@@ -8,7 +8,6 @@ import msgspec
 
 from worker.config import FRAME_BYTES, GangConfig
 from worker.gang_messages import KvConfig, KvOffer, Memory, Performed
-from worker.weights_id import weights_id
 from workerproto.cache import NHD, configure
 from workerproto.messages import Cache, Done, Facts, Limits, RefusalCode, Report
 from workerproto.operations import ConfigureKv, Control
@@ -30,8 +29,9 @@ class GangFacts:
         assert self.facts is not None
         return self.facts
 
-    def offered(self, offers: list[KvOffer]) -> None:
-        """The most that there can be: the smallest number of blocks over the ranks."""
+    def offered(self, offers: list[KvOffer], weights_id: str) -> None:
+        """The most that there can be: the smallest number of blocks over the ranks. `weights_id`: as all of them named
+        what they were to load."""
         config, blocks = self._config, min(offer.num_blocks for offer in offers)
         size = config.block_size
         cache = Cache(
@@ -51,7 +51,7 @@ class GangFacts:
             model=folder if len(folder) <= 256 else config.model.name,
             vocabulary=config.model_config.vocab,
             max_model_len=min(config.max_model_len, blocks * size),
-            weights_id=weights_id(config.model, config.load_format, config.seed),
+            weights_id=weights_id,
             weights_valid=True,
             kv=cache,
             tp=config.tp,

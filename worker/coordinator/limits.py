@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 
 from worker.config import Limits
 from worker.coordinator import causes
@@ -75,14 +76,22 @@ def startup_overdue(limits: Limits, ranks: list[Rank], state: GangState, started
     return Overdue(f"not ready within {limits.startup:g} s ({state}); there: rank {there}", late, code)
 
 
-def step_overdue(limits: Limits, ranks: list[Rank], head: int | None, head_since: float) -> Overdue | None:
-    """Of the oldest step in flight; also of a rank that does not come out of a step that others have answered."""
-    if head is not None and head_since and time.monotonic() - head_since > limits.step:
+def step_overdue(
+    limits: Limits, ranks: list[Rank], head: int | None, head_since: float, lost_since: Callable[[float], float]
+) -> Overdue | None:
+    """Of the oldest step in flight; also of a rank that does not come out of a step that others have answered.
+    `lost_since(moment)`: seconds since then in which the step may have been on its way, or its answer."""
+    now = time.monotonic()
+
+    def too_long(since: float) -> bool:
+        return now - since > limits.step and now - since - lost_since(since) > limits.step
+
+    if head is not None and head_since and too_long(head_since):
         late = [one for one in ranks if one.is_behind(head)] or ranks
         return Overdue(f"step {head} was not done within {limits.step:g} s", late)
     for one in ranks:
         status = one.status
-        if status and status.phase in ("step", "reset", "operation") and status.phase_s > limits.step:
+        if status and status.phase in ("step", "reset", "operation") and too_long(now - status.phase_s):
             return Overdue(f"step {status.step} was not done within {limits.step:g} s", [one])
     return None
 

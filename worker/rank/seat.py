@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from worker.rank.control import Control
 from worker.rank.fault_points import FaultPoints
 from worker.rank.place import Place
 from worker.rank.status_file import StatusWriter
-from workerproto.codec import VERSION
+from worker.roll_call import facts_of
 from workerproto.steps import StepLimits
 
 _log = logging.getLogger("rankd.boot")
@@ -52,20 +51,7 @@ class Seat:
 
         `device`: its identity on this host. Raises Failure at the deadline.
         """
-        config = self.config
-        facts = {
-            "protocol": str(VERSION),
-            **versions,
-            "tp x pp": f"{config.tp} x {config.pp}",
-            "layers of the stages": ", ".join(map(str, config.partition)),
-            "config.json": hashlib.sha256((config.model / "config.json").read_bytes()).hexdigest()[:16],
-            "dtype": config.dtype,
-            "device": config.device,
-            "block size": str(config.block_size),
-            "rows, tokens, positions": f"{config.max_rows}, {config.max_tokens}, {config.max_model_len}",
-            "steps in flight": str(config.max_steps_in_flight),
-            "load format": f"{config.load_format}, seed {config.seed}",
-        }
+        facts = facts_of(self.config, versions)
         self.control.report(Present(facts, device, threads))
         self.control.wait_for(Proceed, self.deadline, "the end of the roll-call")
 
