@@ -191,15 +191,15 @@ def test_status_has_the_keys_that_others_rely_on(serving: RunningGang, client: C
     assert answer["ranks"][0]["steps_done"] > 0
 
 
-def test_status_is_quick(serving: RunningGang) -> None:
-    """Interpreter start included; the best of five, since others use the machine too."""
-    command = [sys.executable, "-m", "worker.ctl", "status", "--name", "g"]
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        subprocess.run(command, env=environment(serving.run_dir), cwd=serving.run_dir, check=True, capture_output=True)
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.3
+def test_status_loads_what_a_probe_can_wait_for(serving: RunningGang) -> None:
+    """What a start of Python and these take is in docs/benchmarks.md; a number of seconds is the machine's."""
+    command = [sys.executable, "-X", "importtime", "-m", "worker.ctl", "status", "--name", "g"]
+    asked = subprocess.run(
+        command, env=environment(serving.run_dir), cwd=serving.run_dir, check=True, capture_output=True, text=True
+    )
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in asked.stderr.splitlines()}
+    assert "zmq" in loaded
+    assert not loaded & {"numpy", "asyncio", "uvloop", "torch", "rich", "textual"}
 
 
 def test_status_as_table_and_watched(serving: RunningGang) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
-import msgspec
-import zmq
+from typing import TYPE_CHECKING, Any
 
 from worker.exit_codes import ExitCode, Failure
 from worker.run_files import RunFiles, lock_holder
-from workerproto.operations import Control
+
+if TYPE_CHECKING:
+    from workerproto.operations import Control
 
 PATIENCE_S = 2.0
 NO_SUCH_GANG = 3  # of `status` and `down` alone
@@ -37,6 +36,9 @@ def _ask(files: RunFiles, request: Control | dict[str, str], limit_s: float) -> 
     holder = lock_holder(files)
     if holder is None:  # not by connecting: to a stale socket one can even send
         raise NoSuchGang(f"there is no gang {files.folder.name!r} in {files.folder.parent}")
+    import msgspec  # here, since --help and the tab key need neither: see commands.py
+    import zmq
+
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(files.admin_endpoint)

@@ -1,4 +1,8 @@
-"""The subcommands of workerctl, without importing any."""
+"""The subcommands of workerctl, without importing any.
+
+Whoever asks for --help, or presses the tab key, waits for what a command's module imports. So it holds the parser, and
+what only the work needs (numpy, zmq, a client) is imported by its function, once there is work to do.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,9 @@ COMMANDS = {
         "completion", "completion", "for the tab key of your shell", 'eval "$(workerctl completion bash)"'
     ),
     "conformance": Command(
-        "conformance", "conformance", "hold a gang, or a scheduler, to the wire's spec",
+        "conformance",
+        "conformance",
+        "hold a gang, or a scheduler, to the wire's spec",
         "workerctl conformance --name demo",
     ),
 }

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from worker.ctl.admin_client import NO_SUCH_GANG
-from worker.ctl.replay_run import Difference, Outcome, margin_at, needs_of, replay_all
 from worker.options import Parser
-from worker.recording import Recording, read_recording
-from workerproto.client import Client, ClientError, NoSuchGang
-from workerproto.messages import Facts
-from workerproto.rundir import DEFAULT_NAME, endpoint_of
-
-_DIFFERENT, _NOT_POSSIBLE = 1, 2
-_READY_S = 10.0
+from workerproto.rundir import DEFAULT_NAME
 
 
 def replay(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -36,95 +24,6 @@ def replay(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--json", action="store_true", help="the outcome as one JSON object")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
-    try:
-        recording = read_recording(options.file)
-    except OSError as error:
-        raise ValueError(f"{options.file} cannot be read: {error.strerror or error}") from None
-    endpoint = endpoint_of(options.name, environment)
-    try:
-        with Client(endpoint, name="workerctl replay") as client:
-            refuse_misfit(recording, client.wait_ready(_READY_S), any_weights=options.any_weights)
-        began = time.perf_counter()
-        outcome = replay_all(endpoint, recording, at_recorded_speed=options.speed == "recorded")
-        seconds = time.perf_counter() - began
-        first = outcome.first
-        margin = margin_at(endpoint, recording, first) if first is not None else None
-    except NoSuchGang as error:
-        print(f"rankd: error: {error}", file=sys.stderr)
-        return NO_SUCH_GANG
-    except (ClientError, Misfit) as error:
-        print(f"rankd: error: {error}", file=sys.stderr)
-        return _NOT_POSSIBLE
-    answer = _answer(recording, outcome, seconds, margin)
-    print(json.dumps(answer) if options.json else _said(answer, first))
-    return _DIFFERENT if first is not None else 0
+    from worker.ctl.replay_work import run
 
-
-class Misfit(Exception):
-    """The gang cannot take these steps, or its tokens would mean nothing."""
-
-
-def refuse_misfit(recording: Recording, here: Facts, *, any_weights: bool) -> None:
-    """Raises Misfit, which says how the gang would have to be started."""
-    recorded = recording.facts
-    if recorded.weights_id != here.weights_id and not any_weights:
-        raise Misfit(
-            f"the recording is of weights {recorded.weights_id}, the gang has {here.weights_id}: start one of the same "
-            "model, or give --any-weights to see where they part"
-        )
-    if recorded.vocabulary != here.vocabulary:
-        raise Misfit(f"the recording has a vocabulary of {recorded.vocabulary}, the gang of {here.vocabulary}")
-    if recorded.kv.block_size != here.kv.block_size:
-        raise Misfit(
-            f"the recording has blocks of {recorded.kv.block_size} positions, the gang of {here.kv.block_size}: "
-            f"start it with --block-size {recorded.kv.block_size}"
-        )
-    needs = needs_of(recording)
-    there = (here.limits.rows, here.limits.tokens, here.max_model_len, here.kv.num_blocks)
-    names = ("--max-num-seqs", "--max-num-batched-tokens", "--max-model-len", "blocks (--kv-cache-memory-bytes)")
-    for name, wanted, has in zip(names, needs, there, strict=True):
-        if has < wanted:
-            raise Misfit(f"the recording needs {wanted} {name}, the gang has {has}: start it with as many")
-
-
-def _answer(recording: Recording, outcome: Outcome, seconds: float, margin: float | None) -> dict[str, Any]:
-    first, frames = outcome.first, recording.frames
-    recorded_s = (frames[-1].nanoseconds - frames[0].nanoseconds) / 1e9 if frames else 0.0
-    return {
-        "steps": outcome.steps,
-        "tokens": outcome.tokens,
-        "sampled": outcome.sampled,
-        "compared": outcome.compared,
-        "same": outcome.same,
-        "refused": outcome.refused,
-        "left_out": outcome.left_out,
-        "cut": recording.cut,
-        "seconds": round(seconds, 6),
-        "recorded_seconds": round(recorded_s, 6),
-        "steps_per_s": round(outcome.steps / seconds, 2),
-        "tokens_per_s": round(outcome.tokens / seconds, 2),
-        "first_difference": None if first is None else first._asdict() | {"margin": margin},
-    }
-
-
-def _said(answer: dict[str, Any], first: Difference | None) -> str:
-    rate = f"{answer['steps_per_s']:.1f} steps/s, {answer['tokens_per_s']:.1f} tokens/s"
-    took = f"in {answer['seconds']:.2f} s (recorded in {answer['recorded_seconds']:.2f} s)"
-    lines = [f"{answer['steps']} steps, {answer['tokens']} tokens {took}: {rate}"]
-    if answer["left_out"]:
-        lines.append(f"{answer['left_out']} control operations were left out: they change a gang, and are not steps")
-    if answer["cut"]:
-        lines.append("the recording ends in the middle of a frame, which was left out")
-    if not answer["compared"]:
-        lines.append("nothing was compared: the recording holds no token ids, or no answers")
-    elif first is None:
-        lines.append(f"all {answer['compared']} sampled tokens are the same")
-    else:
-        margin = answer["first_difference"]["margin"]
-        close = "not known" if margin is None else f"{margin:.6g}"
-        lines.append(
-            f"{answer['compared'] - answer['same']} of {answer['compared']} sampled tokens differ; first in step "
-            f"{first.step} of lease {first.lease}, request {first.request}, position {first.position}: "
-            f"{first.recorded} was recorded, {first.replayed} came; margin between the two best logits there: {close}"
-        )
-    return "\n".join(lines)
+    return run(options, environment)
