@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -119,6 +120,25 @@ def set_level(level: str) -> None:
     logging.getLogger().setLevel(level.upper())
 
 
+def link_logs(observe: ObserveConfig) -> None:
+    """Have them found by the gang's name, wherever they are: by the coordinator, before anything is logged. Raises
+    ValueError if that cannot be."""
+    link = observe.log_link
+    try:
+        if link.is_symlink():  # of a gang before
+            link.unlink()
+        if observe.log_dir == link:
+            return
+        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if link.exists():  # logs of one before that had no folder of its own, and has failed
+            older = link.with_name(f"_before-{link.name}")
+            shutil.rmtree(older, ignore_errors=True)
+            link.rename(older)
+        link.symlink_to(observe.log_dir)
+    except OSError as error:
+        raise ValueError(f"{link}, a link to --log-dir, cannot be made: {error.strerror or error}") from None
+
+
 def bound_size(path: Path) -> None:
     """Called now and then, by the coordinator, for each file: what C code writes cannot be rotated by its writer."""
     with suppress(OSError):
@@ -130,6 +150,9 @@ def bound_size(path: Path) -> None:
 def remove_logs(observe: ObserveConfig, world_size: int) -> None:
     """Of a gang that ended in order, unless a folder was given for them."""
     if observe.log_kept:
+        with suppress(OSError):
+            observe.log_link.unlink()
+            observe.log_link.parent.rmdir()
         return
     for rank in (None, *range(world_size)):
         path = observe.log_file(rank)

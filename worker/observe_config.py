@@ -23,9 +23,11 @@ class RecordConfig:
 
 @dataclass(frozen=True, slots=True)
 class ObserveConfig:
-    """metrics_port None: no port is opened. log_dir: a file for each rank, and one for the coordinator."""
+    """metrics_port None: no port is opened. log_dir: a file for each rank, and one for the coordinator. log_link: where
+    workerctl looks for that folder by the gang's name."""
 
     log_dir: Path
+    log_link: Path
     log_kept: bool  # also of a gang that ended in order
     log_level: str
     log_json: bool
@@ -38,8 +40,8 @@ class ObserveConfig:
 
 
 def log_directory(name: str, environment: Mapping[str, str]) -> Path:
-    """Where logs are without --log-dir: beside the gang's folder, which goes when the gang does. No gang has a name
-    that begins with _."""
+    """Where logs are without --log-dir, and a link to them with it: beside the gang's folder, which goes when the gang
+    does. No gang has a name that begins with _."""
     return run_directory(environment) / "_logs" / name
 
 
@@ -67,6 +69,7 @@ def resolve_observe(options: argparse.Namespace, environment: Mapping[str, str])
         recording = RecordConfig(options.record.absolute(), options.record_bytes, not options.record_without_tokens)
     return ObserveConfig(
         log_dir=(options.log_dir or log_directory(options.name, environment)).absolute(),
+        log_link=log_directory(options.name, environment).absolute(),
         log_kept=options.log_dir is not None,
         log_level=options.log_level,
         log_json=options.log_format == "json",

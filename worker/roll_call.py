@@ -20,6 +20,7 @@ OWN = {
     "model": "each host may have it elsewhere; its config.json and its weights are compared",
     "memory cache": "figures of earlier starts on this host",
     "observe log dir": "it follows from the run directory",
+    "observe log link": "likewise",
     "observe recording path": "only the coordinator writes there",
     "listen keys": "only the coordinator reads them",
 }

@@ -81,6 +81,12 @@ def reports_folder(environment: Mapping[str, str]) -> Path:
     return run_directory(environment) / "_reports"
 
 
+def reports_of(name: str, environment: Mapping[str, str]) -> list[Path]:
+    """Folders, oldest first. What follows the name is of a fixed form, so that no other gang's begins alike."""
+    found = reports_folder(environment).glob(f"{name}-????????T??????.??????-e*")
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
 class NameInUse(Exception):
     """Another process holds the lock. `holder` is its pid, where the file says so."""
 

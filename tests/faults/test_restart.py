@@ -30,12 +30,19 @@ def steps(client: Client, count: int) -> None:
         client.receive(10)
 
 
+def steps_in(trace: Path) -> set[int]:
+    arguments = [event.get("args", {}) for event in json.loads(trace.read_text())["traceEvents"]]
+    return {one["step"] for one in arguments if "step" in one}
+
+
 def test_every_view_follows_the_epoch(run_dir: Path, tmp_path: Path) -> None:
     with fake_gang(run_dir, tmp_path, "--max-restarts", "1", "--metrics-port", "0") as running:
         running.wait_ready()
         with running.client() as client:
             client.wait_ready(10)
             steps(client, 5)
+            for level, rank in (("warning", ("--rank", "0")), ("debug", ("--rank", "1"))):
+                assert workerctl(run_dir, "log-level", level, "--name", "g", *rank).returncode == 0
             before = running.rank_pid(1)
             os.kill(before, signal.SIGKILL)
             assert failure(client, 10)[0] == 1
@@ -48,6 +55,9 @@ def test_every_view_follows_the_epoch(run_dir: Path, tmp_path: Path) -> None:
 
             nothing = workerctl(run_dir, "trace", "--name", "g", "--output", str(tmp_path / "none"))
             assert (nothing.returncode, "has done no step yet" in nothing.stderr) == (78, True), "none of this epoch"
+            told("trace", "--failed", "--output", str(tmp_path / "failed"))
+            assert steps_in(tmp_path / "failed") == {1, 2, 3, 4, 5}, "of the epoch before, from its report"
+            assert "rank 1: at work" in told("timeline", "--failed", "--output", str(tmp_path / "failed.html"))
             steps(client, 2)
             status = running.status()
             ranks = status["ranks"]
@@ -60,14 +70,19 @@ def test_every_view_follows_the_epoch(run_dir: Path, tmp_path: Path) -> None:
             assert f"process {before}" not in stacks
             trace = tmp_path / "trace.json"
             told("trace", "--output", str(trace))
-            arguments = [event.get("args", {}) for event in json.loads(trace.read_text())["traceEvents"]]
-            assert {one["step"] for one in arguments if "step" in one} == {1, 2}
+            assert steps_in(trace) == {1, 2}
             assert metric(running, 'rankd_steps_total{outcome="done",rank="1"}') == 7, "of both epochs"
             assert metric(running, "rankd_restarts_total") == 1
             logs = told("logs", "--lines", "1000").splitlines()
             ready = [line for line in logs if "READY in" in line]
             assert ["epoch 1" in line for line in ready] == [True, False], ready
             assert all("epoch 2" in line for line in logs if " rank 1 pp 1 " in line)
+            assert any(": step 2: " in line for line in logs if " rank 1 " in line), "the level outlives the ranks"
+            assert not any(" info " in line and "phase ready" in line for line in logs if " rank 0 " in line)
+            own = [line for line in logs if " coordinator epoch " in line]
+            failed = next(number for number, line in enumerate(own) if "restart 1 of 1" in line)
+            assert all("epoch 1" in line for line in own[: failed + 1])
+            assert all("epoch 2" in line for line in own[failed + 1 :]), own
         running.process.terminate()
         assert running.wait_exit(10) == 0
         running.wait_nothing_left()

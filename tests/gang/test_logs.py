@@ -110,6 +110,7 @@ def test_what_a_ranks_own_stdout_takes_goes_into_its_file(run_dir: Path, tmp_pat
     with gang(run_dir, tmp_path, *options) as running:
         running.wait_ready()
         pid = running.rank_pid(0)
+        assert "READY in" in workerctl(run_dir, "logs", "--name", "g").stdout, "by its name, wherever they are"
         for number in (1, 2):
             assert os.readlink(f"/proc/{pid}/fd/{number}") == str(folder / "rank0.log")
         assert workerctl(run_dir, "down", "--name", "g").returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang.gangs import ROOT, WORKERCTL, environment
+from worker.ctl.__main__ import main
 from worker.ctl.commands import COMMANDS
 from worker.ctl.completion import options_of
 
@@ -20,14 +22,14 @@ import contextlib, io, json, sys
 from worker.ctl.__main__ import main
 found = {}
 for name in sys.argv[2:]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
         try:
             code = main(name.split())
         except SystemExit as end:
             code = end.code
     heavy = sorted(set(sys.argv[1].split(",")) & set(sys.modules))
-    found[name] = {"code": code, "said": said.getvalue(), "heavy": heavy}
+    found[name] = {"code": code, "said": said.getvalue(), "errors": errors.getvalue(), "heavy": heavy}
 print(json.dumps(found))
 """
 
@@ -71,6 +73,44 @@ def test_what_probes_and_scripts_run_needs_no_more_than_a_socket(tmp_path: Path)
     )  # fmt: skip
     assert {said["code"] for said in ran.values()} == {0, 3}
     assert {name: said["heavy"] for name, said in ran.items()} == {name: [] for name in ran}
+
+
+def test_a_file_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
+    """Of every command that looks for a gang: a run directory that is none; and a stdout that takes nothing."""
+    (tmp_path / "file").touch()
+    more = {
+        "doctor": "--quick", "log-level": "info", "profile": "start", "up": f"--model {tmp_path}",
+        "replay": str(tmp_path), "plan": f"--gpu-memory 1GB --model {tmp_path}", "keys": f"--dir {tmp_path}/file/keys",
+    }  # fmt: skip
+    ran = after(tmp_path / "file", *(f"{name} {more.get(name, '')}" for name in COMMANDS if name != "completion"))
+    assert len(ran) == len(COMMANDS) - 1
+    for command, told in ran.items():
+        assert told["code"], command
+        assert len(str(told["errors"]).splitlines()) <= 1, told
+    full = subprocess.run(
+        [*WORKERCTL, "completion", "bash"], stdout=open("/dev/full", "w"), stderr=subprocess.PIPE,  # noqa: SIM115 - it ends
+        env=environment(tmp_path), text=True, check=False,
+    )  # fmt: skip
+    assert (full.returncode, full.stderr) == (78, "rankd: error: No space left on device\n")
+
+
+def test_whose_file_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of another user's run directory; the tests may be run by root, to whom nothing is denied."""
+    monkeypatch.setenv("RANKD_RUN_DIR", str(tmp_path))
+    (tmp_path / "g").mkdir()
+
+    def deny(path: Path, *_: object) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("worker.run_files.os.open", deny)
+    assert main(["status", "--name", "g"]) == 78
+    where = tmp_path / "g" / "lock"
+    denied = f"rankd: error: {where}: Permission denied; "
+    assert capsys.readouterr().err == f"{denied}name another file or run directory\n"
+    monkeypatch.setattr("worker.ctl.__main__.os.geteuid", lambda: 4321)
+    assert main(["status", "--name", "g"]) == 78
+    whose = f"{tmp_path / 'g'} belongs to user {os.getuid()}: run it as that user, or "
+    assert capsys.readouterr().err == f"{denied}{whose}name another file or run directory\n"
 
 
 def complete(words: list[str], run_dir: Path) -> list[str]:

@@ -51,7 +51,7 @@ class Gang:
         beat = config.limits.heartbeat
         self.ranks = [Rank(rank, *maps, beat) for rank, maps in enumerate(zip(records, traces, strict=True))]
         self.known = GangFacts(config)
-        self.log_level: str | None = None  # if it was changed
+        self.log_levels: dict[int | None, str] = {}  # that were changed, by rank; None: of all others
         self.last_cause: Cause | None = None  # of the incarnation before
         self.goes_on = False  # it has failed, and another comes
         self.started = time.monotonic()
@@ -82,6 +82,11 @@ class Gang:
         if fault is not None:
             self.goes_on = self._goes_on(fault.code)
         self._relay.post(lambda: self._relay.enter(state, facts, fault, goes_on=self.goes_on))
+
+    def inherit(self, before: Gang) -> None:
+        """What outlives the gang of the epoch before, which has failed."""
+        self.last_cause = before.ending.cause
+        self.log_levels = before.log_levels
 
     def restart(self) -> None:
         """It has failed; another of the next epoch takes its place."""
@@ -153,8 +158,8 @@ class Gang:
             pids = f"{one.hello.pid} and {hello.pid}"
             raise Failure(ExitCode.ROLL_CALL, f"roll-call: rank {one.rank} came twice, as processes {pids}")
         one.hello = hello
-        if self.log_level is not None:
-            self._send(one.rank, gm.LogLevel(self.log_level))
+        if (level := self.log_levels.get(one.rank, self.log_levels.get(None))) is not None:
+            self._send(one.rank, gm.LogLevel(level))
         if self.ending.begun:  # what was sent to all before it came has not reached it
             self._send(one.rank, gm.Stop(ExitCode.OK, "stopped"))
         if one.process is None:
@@ -230,10 +235,11 @@ class Gang:
             self._move(self.known.update_lost())
 
     def set_log_level(self, level: str, rank: int | None) -> None:
-        """Of one rank or of all, this process too."""
+        """Of one rank or of all, this process too; also of those that come in the place of these."""
         if rank is not None:
+            self.log_levels[rank] = level
             return self._send(rank, gm.LogLevel(level))
-        self.log_level = level
+        self.log_levels = {None: level}
         set_level(level)
         self._to_all(gm.LogLevel(level))
 

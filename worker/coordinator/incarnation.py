@@ -67,7 +67,7 @@ class Incarnation:
         self._control = all_or_none(bound(context, zmq.DEALER, files.control_endpoint(rank)) for rank in ranks)
         self.gang = Gang(config, files.epoch, relay, records, self.traces, self._send, say, goes_on)
         if before is not None:
-            self.gang.last_cause = before.ending.cause
+            self.gang.inherit(before)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
     report.json          first cause, all causes, status with the memory ledger, headers of the last steps, versions,
                          environment
     stacks-rank<N>.txt   where each thread of the rank was at the first sign of the failure
+    trace<N>.gz, relay.gz   the rings of the latest steps (`step_trace`), as `workerctl trace --failed` reads them
 
 Nothing of what a request says is in it: no tokens, no bodies. Of the environment only variables that steer this
 program and its libraries are kept, and none whose name speaks of a secret.
@@ -10,7 +11,9 @@ program and its libraries are kept, and none whose name speaks of a secret.
 
 from __future__ import annotations
 
+import gzip
 import json
+import mmap
 import os
 import platform
 import re
@@ -42,7 +45,9 @@ _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]*@")
 _PACKAGES = ("rankd", "torch", "pyzmq", "msgspec", "numpy", "uvloop", "safetensors", "psutil")
 
 
-def write_report(gang: Gang, relay: Relay, status: dict[str, Any], environment: Mapping[str, str]) -> Path:
+def write_report(
+    gang: Gang, relay: Relay, relay_trace: mmap.mmap, status: dict[str, Any], environment: Mapping[str, str]
+) -> Path:
     """The folder that was made. Raises OSError."""
     assert gang.ending.cause is not None
     folder = reports_folder(environment)
@@ -52,6 +57,7 @@ def write_report(gang: Gang, relay: Relay, status: dict[str, Any], environment: 
     path = folder / f"{gang.config.name}-{stamp}.{int(moment % 1 * 1e6):06}-e{gang.epoch}"
     content = {
         "time": moment,
+        "monotonic_ns": time.monotonic_ns(),  # of the same clock as the rings
         "name": gang.config.name,
         "epoch": gang.epoch,
         "line": gang.ending.cause.line,
@@ -67,6 +73,9 @@ def write_report(gang: Gang, relay: Relay, status: dict[str, Any], environment: 
     (unfinished / "report.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     for rank, text in gang.ending.stacks.items():
         (unfinished / f"stacks-rank{rank}.txt").write_text(text + "\n", encoding="utf-8")
+    rings = {f"trace{one.rank}": one.trace_record for one in gang.ranks} | {"relay": relay_trace}
+    for name, ring in rings.items():
+        (unfinished / f"{name}.gz").write_bytes(gzip.compress(ring[:], 1))
     unfinished.rename(path)
     for old in sorted(folder.iterdir(), key=lambda one: one.lstat().st_mtime)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)

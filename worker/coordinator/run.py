@@ -32,7 +32,7 @@ from worker.coordinator.sockets import bound, send_now
 from worker.coordinator.stream import router
 from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
-from worker.logs import SPOKEN, Origin, bound_size, log_epoch, log_to, remove_logs
+from worker.logs import SPOKEN, Origin, bound_size, link_logs, log_epoch, log_to, remove_logs
 from worker.processes import STOP_SIGNALS
 from worker.rank.fault_points import check_faults
 from worker.rank.stacks import offer as offer_stacks
@@ -119,6 +119,7 @@ class _Coordinator:
     def open_log(self) -> None:
         """Raises ValueError if its file cannot be made."""
         observe, origin = self._config.observe, Origin(socket.gethostname(), None, None, None, self._launch.epoch)
+        link_logs(observe)
         log_to(observe.log_file(None), origin, observe, sys.stderr, everything=False)
 
     def close_log(self, code: ExitCode) -> None:
@@ -254,7 +255,8 @@ class _Coordinator:
     def _write_report(self) -> None:
         gang = self._gang
         try:
-            path = write_report(gang, self._relay, admin.status(gang, self._relay), self._launch.environment)
+            status = admin.status(gang, self._relay)
+            path = write_report(gang, self._relay, self._relay_trace, status, self._launch.environment)
         except Exception as error:  # whatever it is, the end of the gang must not hang on it
             return say(f"no report could be written: {type(error).__name__}: {error}")
         say(f"report: {path}")

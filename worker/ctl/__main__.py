@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from worker.ctl.commands import COMMANDS
 from worker.exit_codes import ExitCode, Failure
@@ -32,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.USAGE
     try:
         function = getattr(import_module(f"worker.ctl.{command.module}"), command.function)
-        return int(function(rest, os.environ))
+        code = int(function(rest, os.environ))
+        sys.stdout.flush()  # what it cannot take is an error of ours, and not of the interpreter's end
+        return code
     except SystemExit as end:
         if end.code == 0:  # --help
             print(f"\nexample: {command.example}")
@@ -45,8 +48,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our table has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_stdout()
         return ExitCode.OK
+    except OSError as error:  # of files and folders that a command reads or writes, whichever they are
+        if "--traceback" in rest or os.environ.get("RANKD_TRACEBACK") == "1":
+            raise
+        print(f"rankd: error: {_said(error)}", file=sys.stderr)
+        _drop_stdout()
+        return ExitCode.BAD_CONFIG
+
+
+def _drop_stdout() -> None:
+    """If it takes nothing more: what is left for it could only fail again, at the interpreter's end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _said(error: OSError) -> str:
+    """In a line: what, why, and for a file of somebody else's, whose it is."""
+    text = error.strerror or str(error)
+    if error.filename is None:
+        return text
+    line, path = f"{error.filename}: {text}", Path(os.fsdecode(error.filename)).absolute()
+    if not isinstance(error, PermissionError):
+        return line
+    for one in (path, *path.parents):  # what stands in the way may hide what is behind it
+        try:
+            owner = one.stat().st_uid
+        except OSError:
+            continue
+        if owner != os.geteuid():
+            return f"{line}; {one} belongs to user {owner}: run it as that user, or name another file or run directory"
+        break
+    return f"{line}; name another file or run directory"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from worker.ctl.tail import Tail
 from worker.observe_config import log_directory
 from worker.options import Parser
 from workerproto.rundir import DEFAULT_NAME, gang_directory
@@ -22,7 +23,7 @@ def logs(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "Print what a gang's processes have logged, torch's and NCCL's own output too; also after its end. "
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="as it was given to workerctl up")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where they are, if the gang is not of this host")
     parser.add_argument("--rank", type=int, help="of this rank alone; without it of all, and of the coordinator")
     parser.add_argument("--lines", "-n", type=int, default=100, help="the last of each file (%(default)s)")
     parser.add_argument("--follow", "-f", action="store_true", help="go on with what comes, until Ctrl-C")
@@ -31,63 +32,34 @@ def logs(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     options = parser.parse_args(arguments)
     gang_directory(options.name, environment)  # a name that cannot be one
     folder = options.log_dir or log_directory(options.name, environment)
-    paths = sorted(folder.glob("*.log"), key=lambda path: (len(path.name), path.name))
+    there = os.listdir(folder) if folder.exists() else []  # glob would pass over one that cannot be read
+    names = sorted((name for name in there if name.endswith(".log")), key=lambda name: (len(name), name))
+    paths = [folder / name for name in names]
     if not paths:
         print(f"rankd: error: no gang {options.name!r} has logged in {folder}; --log-dir if another", file=sys.stderr)
         return 3
     if options.rank is not None:
-        there = [path for path in paths if path.name == f"rank{options.rank}.log"]
-        if not there:
+        of_rank = [path for path in paths if path.name == f"rank{options.rank}.log"]
+        if not of_rank:
             raise ValueError(f"--rank is {options.rank}, in {folder} are {', '.join(path.name for path in paths)}")
-        paths = there
+        paths = of_rank
     if options.paths:
         print("\n".join(map(str, paths)))
         return 0
-    tails = [_Tail(path, named=len(paths) > 1) for path in paths]
-    for tail in tails:
-        tail.last(options.lines)
+    tails = [(f"{path.stem} | " if len(paths) > 1 else "", Tail(path)) for path in paths]
+    for name, tail in tails:
+        _print(name, tail.last(options.lines))
+        if not options.follow:
+            _print(name, [line.decode(errors="replace") for line in tail.rest()])
     while options.follow:
-        more = [tail.more() for tail in tails]
-        if not any(more):
+        found = [_print(name, tail.more()) for name, tail in tails]
+        if not any(found):
             time.sleep(_POLL_S)
     return 0
 
 
-class _Tail:
-    """A file that grows, and may be started anew under the same name. named: lines that do not say of which rank they
-    are, such as NCCL's, get the file's name in front."""
-
-    def __init__(self, path: Path, *, named: bool) -> None:
-        self._path = path
-        self._name = f"{path.stem} | " if named else ""
-        self._open()
-
-    def _open(self) -> None:
-        self._file = open(self._path, encoding="utf-8", errors="replace")  # noqa: SIM115 - it stays open, to follow it
-
-    def last(self, count: int) -> None:
-        lines = self._file.readlines()
-        for line in lines[len(lines) - min(count, len(lines)) :]:
-            self._print(line)
-
-    def more(self) -> bool:
-        found = False
-        while line := self._file.readline():
-            self._print(line)
-            found = True
-        if not found:
-            self._start_anew()
-        return found
-
-    def _start_anew(self) -> None:
-        try:
-            now, mine = self._path.stat(), os.fstat(self._file.fileno())
-        except FileNotFoundError:
-            return
-        if now.st_ino != mine.st_ino or now.st_size < self._file.tell():
-            self._file.close()
-            self._open()
-
-    def _print(self, line: str) -> None:
-        print(self._name + line.rstrip("\n"), flush=True)
-
+def _print(name: str, lines: list[str]) -> bool:
+    """name: in front of each, since some do not say of which rank they are, such as NCCL's. Whether there were any."""
+    for line in lines:
+        print(name + line, flush=True)
+    return bool(lines)

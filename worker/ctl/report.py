@@ -14,7 +14,7 @@ from pathlib import Path
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
 from worker.exit_codes import ExitCode, Failure
 from worker.options import Parser
-from worker.run_files import RunFiles, reports_folder
+from worker.run_files import RunFiles, reports_folder, reports_of
 from workerproto.rundir import DEFAULT_NAME
 
 
@@ -47,12 +47,6 @@ def report(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             print(f"{folder.name}: {json.loads((folder / 'report.json').read_text())['line']}")
     print(path)
     return ExitCode.OK
-
-
-def reports_of(name: str, environment: Mapping[str, str]) -> list[Path]:
-    """Folders, oldest first. What follows the name is of a fixed form, so that no other gang's begins alike."""
-    found = reports_folder(environment).glob(f"{name}-????????T??????.??????-e*")
-    return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 def _bundle(path: Path, folders: list[Path], status: dict[str, object] | None) -> None:

@@ -1,17 +1,23 @@
-"""The rings of the latest steps of a gang, read off its folder: no process of it is asked, or noticed."""
+"""The rings of the latest steps of a gang, read off its folder: no process of it is asked, or noticed. Those of a gang
+that has failed are in the report of it.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from worker.ctl.admin_client import NoSuchGang
-from worker.run_files import RunFiles, lock_holder
-from worker.step_records import Records, read_trace_file
+from worker.run_files import RunFiles, lock_holder, reports_folder, reports_of
+from worker.step_records import Records, read_records, read_trace_file
 from worker.step_trace import FLAG_REFUSED, FLAG_RESET, MARKS
 
 
@@ -43,11 +49,44 @@ def read_rings(files: RunFiles, steps: int) -> Rings:
         raise NoSuchGang(f"there is no gang {files.folder.name!r} in {files.folder.parent}")
     ranks = {int(path.name.rpartition("trace")[2]): read_trace_file(path) for path in files.folder.glob("*.trace*")}
     relay = next((read_trace_file(path) for path in files.folder.glob("*.relay")), None)
-    now = time.monotonic_ns()
+    if relay is not None and (rings := _last(ranks, relay, time.monotonic_ns(), steps)) is not None:
+        return rings
+    raise ValueError(
+        f"gang {files.folder.name!r} has done no step yet: there is nothing to see; --failed shows the last failure's"
+    )
+
+
+def failed_rings(name: str, environment: Mapping[str, str], steps: int) -> Rings:
+    """Likewise of its last failure after a step, whether it came back or is gone. Raises NoSuchGang: there is none;
+    ValueError: the report is damaged.
+    """
+    for folder in reversed(reports_of(name, environment)):
+        if (rings := _kept_rings(folder, steps)) is not None:
+            return rings
+    raise NoSuchGang(f"no report in {reports_folder(environment)} is of a gang {name!r} that failed after a step")
+
+
+def _kept_rings(folder: Path, steps: int) -> Rings | None:
+    try:
+        now = int(json.loads((folder / "report.json").read_text(encoding="utf-8"))["monotonic_ns"])
+        ranks = {int(path.stem.removeprefix("trace")): _unpacked(path) for path in folder.glob("trace*.gz")}
+        return _last(ranks, _unpacked(folder / "relay.gz"), now, steps)
+    except FileNotFoundError:  # one that has just been replaced by a newer
+        return None
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"report {folder} cannot be read: {error}") from None
+
+
+def _unpacked(path: Path) -> Records:
+    return read_records(gzip.decompress(path.read_bytes()))[0]
+
+
+def _last(ranks: dict[int, Records], relay: Records, now: int, steps: int) -> Rings | None:
+    """None if there has been no step."""
     steps_of = [records["sequence"][records["sequence"] > 0] for records in ranks.values()]
     known = np.unique(np.concatenate(steps_of)) if steps_of else np.empty(0)
-    if not len(known) or relay is None:
-        raise ValueError(f"gang {files.folder.name!r} has done no step yet: there is nothing to see")
+    if not len(known):
+        return None
     first = known[-steps:][0]
     kept = {rank: records[records["sequence"] >= first] for rank, records in sorted(ranks.items())}
     return Rings(kept, relay[relay["sequence"] >= first], now)

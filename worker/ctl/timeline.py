@@ -6,9 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang
-from worker.ctl.trace import check_steps, step_count
+from worker.ctl.trace import add_ring_options, rings_for
 from worker.options import Parser
-from worker.run_files import RunFiles
 
 
 def timeline(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -16,18 +15,16 @@ def timeline(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser = Parser(
         "workerctl timeline", "Draw what every rank did in the last steps as an HTML page, bubbles summed. "
     )
-    step_count(parser)
+    add_ring_options(parser)
     parser.add_argument("--output", metavar="FILE", default="timeline.html", help="(%(default)s)")
     options = parser.parse_args(arguments)
-    check_steps(options.steps)
-    from worker.ctl.rings import read_rings
-    from worker.ctl.timeline_page import page, rows_of
-
     try:
-        rings = read_rings(RunFiles(options.name, environment), options.steps)
+        rings = rings_for(options, environment)
     except NoSuchGang as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return NO_SUCH_GANG
+    from worker.ctl.timeline_page import page, rows_of
+
     with open(options.output, "w", encoding="utf-8") as file:
         file.write(page(options.name, rings))
     for row in rows_of(rings):

@@ -16,10 +16,12 @@ from worker.ctl import top_view
 from worker.ctl.admin_client import NoSuchGang, ask
 from worker.ctl.rings import Rings, read_rings
 from worker.ctl.status import COLUMNS, heading, rows
+from worker.ctl.tail import Tail
 from worker.exit_codes import Failure
 from worker.run_files import RunFiles
 
 _STEPS = 24
+_LINES = 20  # of each file, to begin with
 
 
 class TopApp(App[None]):
@@ -39,7 +41,7 @@ class TopApp(App[None]):
         self._logs = log_folder
         self._interval = interval
         self._before: dict[str, Any] | None = None
-        self._places: dict[Path, int] = {}
+        self._tails: dict[Path, Tail] = {}
         self._paused = self._gone = False
 
     def compose(self) -> ComposeResult:
@@ -107,10 +109,9 @@ class TopApp(App[None]):
     def _new_lines(self) -> list[str]:
         found: list[str] = []
         for path in sorted(self._logs.glob("*.log")):
-            size = path.stat().st_size
-            place = self._places.get(path, max(0, size - 2000))
-            with open(path, encoding="utf-8", errors="replace") as file:
-                file.seek(place if place <= size else 0)
-                found += file.read().splitlines()
-                self._places[path] = file.tell()
+            if path in self._tails:
+                found += self._tails[path].more()
+            else:
+                self._tails[path] = Tail(path)
+                found += self._tails[path].last(_LINES)
         return found[-200:]

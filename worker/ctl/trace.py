@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang
 from worker.options import Parser
@@ -12,17 +14,28 @@ from worker.run_files import RunFiles
 from worker.step_trace import SLOTS
 from workerproto.rundir import DEFAULT_NAME
 
+if TYPE_CHECKING:
+    from worker.ctl.rings import Rings
 
-def step_count(parser: Parser) -> None:
+
+def add_ring_options(parser: Parser) -> None:
     parser.add_argument("--name", default=DEFAULT_NAME)
     most = SLOTS - 1
     parser.add_argument("--steps", type=int, default=200, metavar="N", help=f"the last N, up to {most} (%(default)s)")
+    parser.add_argument("--failed", action="store_true", help="of its last failure, from the report; it may be gone")
     parser.add_argument("--traceback", action="store_true")
 
 
-def check_steps(steps: int) -> None:
-    if not 1 <= steps < SLOTS:
-        raise ValueError(f"--steps is {steps}, it must be from 1 to {SLOTS - 1}: so many are kept")
+def rings_for(options: Namespace, environment: Mapping[str, str]) -> Rings:
+    """Raises NoSuchGang; ValueError: no steps yet, or a number of steps that is not kept."""
+    if not 1 <= options.steps < SLOTS:
+        raise ValueError(f"--steps is {options.steps}, it must be from 1 to {SLOTS - 1}: so many are kept")
+    from worker.ctl.rings import failed_rings, read_rings
+
+    files = RunFiles(options.name, environment)  # raises ValueError for a name that cannot be one
+    if options.failed:
+        return failed_rings(options.name, environment, options.steps)
+    return read_rings(files, options.steps)
 
 
 def trace(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -32,18 +45,16 @@ def trace(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "Write what every rank did in the last steps as a trace for https://ui.perfetto.dev. They are kept all the "
         "time, so nothing has to be started.",
     )
-    step_count(parser)
+    add_ring_options(parser)
     parser.add_argument("--output", metavar="FILE", help="instead of stdout")
     options = parser.parse_args(arguments)
-    check_steps(options.steps)
-    from worker.ctl.rings import read_rings
-    from worker.ctl.trace_events import whole_trace
-
     try:
-        rings = read_rings(RunFiles(options.name, environment), options.steps)
+        rings = rings_for(options, environment)
     except NoSuchGang as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return NO_SUCH_GANG
+    from worker.ctl.trace_events import whole_trace
+
     whole = whole_trace(options.name, rings)
     if options.output is None:
         print(json.dumps(whole))
