@@ -275,17 +275,3 @@ def _chunks(running: RunningGang, folder: Path) -> list[UpdateChunk]:
         save_file({name: tensors[name] for name in part}, place / "part.safetensors")
         chunks.append(UpdateChunk(str(place), digest_of(files_of(str(place)))))
     return chunks
-
-
-def test_a_wake_that_fails_after_the_vote_ends_the_gang(run_dir: Path, tmp_path: Path) -> None:
-    fault = "rank=1;at=wake;do=raise"
-    with gang(run_dir, tmp_path, pp=2, RANKD_FAULT=fault) as running, running.wait_ready().client() as client:
-        client.wait_ready(LIMIT_S)
-        done(client, Sleep(1))
-        client.control(Wake())
-        message = client.receive(LIMIT_S).message
-        assert isinstance(message, Event)
-        assert message.state == "FAILED"
-        assert message.fault is not None
-        assert (message.fault.code, message.fault.rank, message.fault.phase) == (70, 1, "operation")
-        assert running.wait_exit() == 70
