@@ -12,43 +12,113 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import msgspec
 
 from workerproto.codec import HEADER_BYTES, Header, WireError, decode_body, decode_header, encode_body
 from workerproto.fields import Packed
-from workerproto.messages import Facts, Kind, Message, Result, Step
+from workerproto.messages import Facts, Kind, Message, Result, Sample, Step
 
 MAGIC = b"RKRC"
 VERSION = 1
+MOST_BYTES = 64 << 20
+"""Of a body: the hard limit of the wire, above any gang's own."""
 
 _START = struct.Struct("<4sII")
 _FRAME = struct.Struct("<QI24s")
 
 
 class Frame(NamedTuple):
-    """nanoseconds since the recording began."""
+    """nanoseconds since the recording began. at: the byte of the file at which it begins."""
 
     nanoseconds: int
     header: Header
     body: bytes
-
-    @property
-    def message(self) -> Message | None:
-        return decode_body(self.header.kind, self.body)
+    at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """tokens: whether token ids are in it. cut: it ends in the middle of a frame, as after a kill."""
-
+class _About(msgspec.Struct, frozen=True):
     facts: Facts
-    tokens: bool
-    frames: list[Frame]
-    cut: bool
+    tokens: bool = True
+
+
+class Recording:
+    """A file that is read frame by frame, since it may be larger than memory. What is in it was perhaps damaged since:
+    every method raises ValueError with the file, the byte and what is wrong there; OSError.
+
+    facts: of the gang. tokens: whether token ids are in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Also raises ValueError: not a recording, or of another version."""
+        self.path = path
+        with open(path, "rb") as file:
+            start = file.read(_START.size)
+            magic, version, length = _START.unpack(start) if len(start) == _START.size else (b"", 0, 0)
+            if magic != MAGIC:
+                raise ValueError(f"{path} is not a recording of rankd, made by workerctl up --record FILE")
+            if version != VERSION:
+                raise ValueError(f"{path} is a recording of version {version}, {VERSION} is read here")
+            if length > MOST_BYTES:
+                raise self.damaged(0, f"it says of its gang {length} bytes, at most {MOST_BYTES} are possible")
+            try:
+                about = msgspec.json.decode(file.read(length), type=_About)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                why = f"what it says of its gang: {error}; or another version of rankd has written it"
+                raise self.damaged(_START.size, why) from None
+            self._begin = file.tell()
+        self.facts, self.tokens = about.facts, about.tokens
+
+    def frames(self) -> Iterator[Frame]:
+        """All, in order, up to one that is cut short."""
+        with open(self.path, "rb") as file:
+            at, before = self._begin, 0
+            file.seek(at)
+            while (frame := self._next(file, at)) is not None:
+                if not before <= frame.nanoseconds < 1 << 63:
+                    raise self.damaged(at, f"its time is {frame.nanoseconds} ns, after {before} ns")
+                yield frame
+                at, before = at + _FRAME.size + len(frame.body), frame.nanoseconds
+
+    def frame_at(self, at: int) -> Frame:
+        """The one that `frames` has found there."""
+        with open(self.path, "rb") as file:
+            file.seek(at)
+            frame = self._next(file, at)
+        if frame is None:
+            raise self.damaged(at, "the file ends there since it was read first")
+        return frame
+
+    def _next(self, file: BinaryIO, at: int) -> Frame | None:
+        start = file.read(_FRAME.size)
+        if len(start) < _FRAME.size:
+            return None
+        nanoseconds, length, header = _FRAME.unpack(start)
+        if length > MOST_BYTES:
+            raise self.damaged(at, f"a body of {length} bytes, at most {MOST_BYTES} are possible")
+        body = file.read(length)
+        if len(body) < length:
+            return None
+        try:
+            return Frame(nanoseconds, decode_header(header), body, at)
+        except WireError as error:
+            raise self.damaged(at, str(error)) from None
+
+    def is_whole(self, last: Frame | None) -> bool:
+        """Whether the file ends with this frame, and not in the middle of another, as after a kill."""
+        end = self._begin if last is None else last.at + _FRAME.size + len(last.body)
+        return end == self.path.stat().st_size
+
+    def message(self, frame: Frame) -> Message | None:
+        try:
+            return decode_body(frame.header.kind, frame.body)
+        except (WireError, RecursionError) as error:
+            raise self.damaged(frame.at, str(error)) from None
+
+    def damaged(self, at: int, why: str) -> ValueError:
+        return ValueError(f"{self.path} is damaged at byte {at}: {why}")
 
 
 def start_of(facts: Facts, *, tokens: bool) -> bytes:
@@ -61,7 +131,8 @@ def frame_of(nanoseconds: int, header: bytes, body: bytes) -> bytes:
 
 
 def without_tokens(kind: int, body: bytes) -> bytes:
-    """The same frame with every token id 0 and no logprobs: of the same length and shape, and says nothing."""
+    """The same frame with every token id 0, every token allowed by masks, and no logprobs: of the same shape, and says
+    nothing."""
     if kind == Kind.STEP:
         step = cast(Step, decode_body(Kind.STEP, body))
         return encode_body(
@@ -72,6 +143,9 @@ def without_tokens(kind: int, body: bytes) -> bytes:
                 forced=_zeros(step.forced),
             )
         )
+    if kind == Kind.SAMPLE:
+        sample = cast(Sample, decode_body(Kind.SAMPLE, body))  # a mask tells the tokens that it allows
+        return encode_body(msgspec.structs.replace(sample, masks=memoryview(b"\xff" * len(sample.masks))))
     if kind == Kind.RESULT:
         result = cast(Result, decode_body(Kind.RESULT, body))
         return encode_body(Result(_zeros(result.tokens), result.nonfinite, timings_us=result.timings_us))
@@ -80,45 +154,6 @@ def without_tokens(kind: int, body: bytes) -> bytes:
 
 def _zeros(packed: Packed) -> Packed:
     return memoryview(bytes(len(packed)))
-
-
-def read_recording(path: Path) -> Recording:
-    """Raises ValueError: not a recording, of another version, or damaged; OSError."""
-    with open(path, "rb") as file:
-        start = file.read(_START.size)
-        magic, version, length = _START.unpack(start) if len(start) == _START.size else (b"", 0, 0)
-        if magic != MAGIC:
-            raise ValueError(f"{path} is not a recording of rankd, made by workerctl up --record FILE")
-        if version != VERSION:
-            raise ValueError(f"{path} is a recording of version {version}, {VERSION} is read here")
-        try:
-            about: dict[str, Any] = json.loads(file.read(length))
-            facts = msgspec.convert(about["facts"], Facts)
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{path}: what the recording says of its gang is damaged: {error}") from None
-        frames, cut = [], False
-        for frame in _frames(file, path):
-            if frame is None:
-                cut = True
-            else:
-                frames.append(frame)
-    return Recording(facts, bool(about.get("tokens", True)), frames, cut)
-
-
-def _frames(file: BinaryIO, path: Path) -> Iterator[Frame | None]:
-    while start := file.read(_FRAME.size):
-        if len(start) < _FRAME.size:
-            yield None
-            return
-        nanoseconds, length, header = _FRAME.unpack(start)
-        body = file.read(length)
-        if len(body) < length:
-            yield None
-            return
-        try:
-            yield Frame(nanoseconds, decode_header(header), body)
-        except WireError as error:
-            raise ValueError(f"{path} is damaged before byte {file.tell()}: {error}") from None
 
 
 assert _FRAME.size == 12 + HEADER_BYTES

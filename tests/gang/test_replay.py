@@ -14,10 +14,10 @@ import pytest
 
 from tests.gang.gangs import RunningGang, gang, workerctl
 from tests.gang.test_gang_serving import decode, prompt, result_of
-from worker.recording import Frame, frame_of, read_recording, start_of
+from worker.recording import Frame, Recording, frame_of, start_of
 from workerproto.client import Client
 from workerproto.codec import Header, encode_body, pack, unpack
-from workerproto.messages import Kind, New, Refused, Result, RowFlag, Sampling, Step
+from workerproto.messages import HeaderFlag, Kind, New, Refused, Result, RowFlag, Sample, Sampling, Step
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +98,13 @@ def test_at_recorded_speed_it_takes_as_long(other: RunningGang, recorded: Path) 
 
 def test_the_first_difference_is_named_with_its_margin(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
     """The recording is changed where request 2 of the second lease gets the token of position 8."""
-    recording = read_recording(recorded)
-    leases = list(dict.fromkeys(frame.header.lease for frame in recording.frames))
+    recording = Recording(recorded)
+    leases = list(dict.fromkeys(frame.header.lease for frame in recording.frames()))
     file = tmp_path / "changed"
     with open(file, "wb") as out:
         out.write(start_of(recording.facts, tokens=True))
-        for frame in recording.frames:
-            body = changed(frame) if (frame.header.lease, frame.header.seq) == (leases[1], 7) else frame.body
+        for frame in recording.frames():
+            body = changed(recording, frame) if (frame.header.lease, frame.header.seq) == (leases[1], 7) else frame.body
             out.write(frame_of(frame.nanoseconds, frame.header.encode(), body))
     code, answer = replay(other, file)
     assert (code, answer["same"], answer["compared"]) == (1, 47, 48)
@@ -117,8 +117,8 @@ def test_the_first_difference_is_named_with_its_margin(other: RunningGang, recor
     assert "1 of 48 sampled tokens differ; first in step 7 of lease 2, request 2, position 8" in said.stdout
 
 
-def changed(frame: Frame) -> bytes:
-    message = frame.message
+def changed(recording: Recording, frame: Frame) -> bytes:
+    message = recording.message(frame)
     if not isinstance(message, Result):
         return frame.body
     tokens = np.array(unpack(message.tokens))
@@ -146,7 +146,7 @@ def margin_by_hand(other: RunningGang) -> float:
 
 
 def test_what_does_not_fit_is_refused_with_the_next_step(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
-    recording = read_recording(recorded)
+    recording = Recording(recorded)
     for change, said in (
         ({"weights_id": "another"}, "start one of the same model, or give --any-weights"),
         ({"kv": msgspec.structs.replace(recording.facts.kv, block_size=32)}, "start it with --block-size 32"),
@@ -166,12 +166,67 @@ def test_what_does_not_fit_is_refused_with_the_next_step(other: RunningGang, rec
 
 
 def test_without_answers_it_is_a_benchmark(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
-    recording = read_recording(recorded)
+    recording = Recording(recorded)
     with open(tmp_path / "steps", "wb") as out:
         out.write(start_of(recording.facts, tokens=False))
-        for frame in recording.frames:
+        for frame in recording.frames():
             if frame.header.kind is Kind.STEP:
                 header = Header(Kind.STEP, frame.header.flags, 1, frame.header.lease, frame.header.seq)
                 out.write(frame_of(frame.nanoseconds, header.encode(), frame.body))
     code, answer = replay(other, tmp_path / "steps")
     assert (code, answer["steps"], answer["compared"]) == (0, 28, 0)
+
+
+def test_a_refusal_that_was_not_recorded_is_told_in_words(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
+    """The first step, which begins request 1, is left out."""
+    recording = Recording(recorded)
+    frames = [frame for frame in recording.frames() if frame.header.kind is not Kind.STEP or frame.header.seq > 1]
+    write(tmp_path / "lacking", recording, frames)
+    said = workerctl(other.run_dir, "replay", str(tmp_path / "lacking"), "--name", "b")
+    assert said.returncode == 1
+    refused = said.stdout.splitlines()[-1]
+    assert refused.startswith("step 3 of lease 1: this gang refuses it, UNKNOWN_REQUEST: "), said.stdout
+    assert refused.endswith("; recorded was that it is accepted")
+    damaged = (tmp_path / "lacking").read_bytes().replace(b"RNKD", b"XXXX", 2)
+    (tmp_path / "lacking").write_bytes(damaged)
+    told = workerctl(other.run_dir, "replay", str(tmp_path / "lacking"), "--name", "b")
+    assert (told.returncode, len(told.stderr.splitlines()), " is damaged at byte " in told.stderr) == (78, 1, True)
+
+
+def write(path: Path, recording: Recording, frames: list[Frame]) -> None:
+    with open(path, "wb") as out:
+        out.write(start_of(recording.facts, tokens=True))
+        out.writelines(frame_of(frame.nanoseconds, frame.header.encode(), frame.body) for frame in frames)
+
+
+def test_margins_are_between_tokens_that_a_grammar_allows(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
+    """Tokens that are forbidden in each step: the likeliest of them would be the best without its masks."""
+    steps = [prompt(1, [1, 5, 9], [0, 1]), *(decode(1, position) for position in range(3, 7))]
+    wanted = msgspec.structs.replace(steps[0].new[0], sampling=Sampling(logprobs=20))
+    by_hand, tokens, masks = [], [], [pack([-1 if number % 2 else 0x55555555] * 4) for number in range(len(steps))]
+    with other.client() as client:
+        client.wait_ready(10)
+        for number, mask in enumerate(masks):
+            step = steps[number] if number else msgspec.structs.replace(steps[0], new=[wanted])
+            client.submit(step, sample_follows=True)
+            client.sample(pack([0]), mask)
+            result = result_of(client)
+            tokens.append(unpack(result.tokens))
+            ids, values = unpack(result.logprob_ids)[1:], np.frombuffer(result.logprob_values, "<f4")[1:]
+            best = values[(ids % 2 == 0) | (number % 2 == 1)]
+            by_hand.append(float(best[0] - best[1]))
+    assert by_hand[-1] > values[0] - values[1], "masks matter: of all tokens the two best are nearer"
+    place, frames = 4, []
+    for number, (step, mask, token) in enumerate(zip(steps, masks, tokens, strict=True)):
+        seq, old = 2 * number + 1, pack(token if number != place else (token + 2) % 128)
+        sample = Sample(seq, pack([0]), mask)
+        sent = ((Kind.STEP, seq, step), (Kind.SAMPLE, seq + 1, sample))
+        for kind, name, body in (*sent, (Kind.RESULT, seq, Result(old))):
+            flags = int(HeaderFlag.SAMPLE_FOLLOWS) if kind is Kind.STEP else 0
+            frames.append(Frame(0, Header(kind, flags, 1, 7, name), encode_body(body), 0))
+    write(tmp_path / "masked", Recording(recorded), frames)
+    code, answer = replay(other, tmp_path / "masked")
+    first = answer["first_difference"]
+    assert isinstance(first, dict)
+    assert (code, answer["same"], first["step"]) == (1, 4, 2 * place + 1)
+    assert first["margin"] == pytest.approx(by_hand[place], rel=1e-4)

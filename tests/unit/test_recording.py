@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.gang.relay_house import FACTS
 from worker.coordinator.recorder import Recorder
-from worker.recording import read_recording
+from worker.ctl.replay_survey import Survey, survey
+from worker.recording import Frame, Recording, frame_of
 from workerproto.codec import Header, encode_body, pack, unpack
-from workerproto.messages import Kind, New, Result, Resume, Sampling, Step
+from workerproto.messages import HeaderFlag, Kind, New, Result, Resume, Sample, Sampling, Step
 
 STEP = Step(
     [New(1, pack([7, 8, 9]), pack([0]), 0, Sampling(temperature=0.5))],
@@ -35,20 +38,23 @@ def record(path: Path, *, tokens: bool = True, most_bytes: int = 1 << 20) -> tup
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     record(tmp_path / "r")
-    recording = read_recording(tmp_path / "r")
-    assert (recording.facts, recording.tokens, recording.cut) == (FACTS, True, False)
-    step, result = recording.frames
+    recording = Recording(tmp_path / "r")
+    assert (recording.facts, recording.tokens) == (FACTS, True)
+    step, result = recording.frames()
+    assert [recording.frame_at(one.at) for one in (step, result)] == [step, result]
+    assert (recording.is_whole(result), recording.is_whole(step)) == (True, False)
     assert (step.header, step.body) == (Header(Kind.STEP, 0, 7, 3, 1), encode_body(STEP))
     assert 0 <= step.nanoseconds <= result.nanoseconds
-    assert isinstance(result.message, Result)
-    assert unpack(result.message.tokens).tolist() == [4]
+    answer = recording.message(result)
+    assert isinstance(answer, Result)
+    assert unpack(answer.tokens).tolist() == [4]
 
 
 def test_without_tokens_there_is_none_in_the_file_and_the_shape_is_kept(tmp_path: Path) -> None:
     record(tmp_path / "r", tokens=False)
-    recording = read_recording(tmp_path / "r")
+    recording = Recording(tmp_path / "r")
     assert not recording.tokens
-    step, result = (frame.message for frame in recording.frames)
+    step, result = map(recording.message, recording.frames())
     assert isinstance(step, Step)
     assert isinstance(result, Result)
     assert [unpack(values).tolist() for values in (step.new[0].tokens, step.resumed[0].tokens, step.forced)] == [
@@ -65,7 +71,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     recorder, _ = record(tmp_path / "r")
     assert recorder.path == tmp_path / "r.1"
     assert (tmp_path / "r").read_text() == "mine"
-    assert len(read_recording(recorder.path).frames) == 2
+    assert len([*Recording(recorder.path).frames()]) == 2
 
 
 def test_the_bound_ends_it_and_says_so(tmp_path: Path) -> None:
@@ -73,7 +79,7 @@ def test_the_bound_ends_it_and_says_so(tmp_path: Path) -> None:
     (line,) = said
     assert "has reached --record-bytes; the gang serves on" in line
     assert (tmp_path / "r").stat().st_size <= 600
-    assert len(read_recording(tmp_path / "r").frames) < 2
+    assert len([*Recording(tmp_path / "r").frames()]) < 2
 
 
 def test_a_recording_that_was_cut_is_read_up_to_there(tmp_path: Path) -> None:
@@ -81,8 +87,9 @@ def test_a_recording_that_was_cut_is_read_up_to_there(tmp_path: Path) -> None:
     whole = (tmp_path / "r").read_bytes()
     for cut in (1, 30):
         (tmp_path / "r").write_bytes(whole[:-cut])
-        recording = read_recording(tmp_path / "r")
-        assert (len(recording.frames), recording.cut) == (1, True)
+        recording = Recording(tmp_path / "r")
+        (step,) = recording.frames()
+        assert not recording.is_whole(step)
 
 
 @pytest.mark.parametrize(
@@ -90,18 +97,84 @@ def test_a_recording_that_was_cut_is_read_up_to_there(tmp_path: Path) -> None:
     [
         (b"", "is not a recording"),
         (b"RKRC\x09\0\0\0\0\0\0\0", "of version 9, 1 is read here"),
-        (b"RKRC\x01\0\0\0\x02\0\0\0{}", "what the recording says of its gang is damaged"),
+        (b"RKRC\x01\0\0\0\x02\0\0\0{}", "at byte 12: what it says of its gang: Object missing required field `facts`"),
     ],
 )
 def test_what_is_no_recording(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "r").write_bytes(data)
     with pytest.raises(ValueError, match=message):
-        read_recording(tmp_path / "r")
+        Recording(tmp_path / "r")
 
 
-def test_damage_is_located(tmp_path: Path) -> None:
-    record(tmp_path / "r")
-    data = (tmp_path / "r").read_bytes()
-    (tmp_path / "r").write_bytes(data.replace(b"RNKD", b"XXXX", 1))
-    with pytest.raises(ValueError, match=r"damaged before byte \d+: the magic is b'XXXX'"):
-        read_recording(tmp_path / "r")
+def survey_of(path: Path, data: bytes) -> Survey | str:
+    """Or what is wrong with it; any other exception is the test's failure."""
+    path.write_bytes(data)
+    try:
+        recording = Recording(path)
+        found = survey(recording)
+        for frame in recording.frames():
+            recording.message(frame)
+    except ValueError as error:
+        return str(error)
+    return found
+
+
+def whole(path: Path) -> tuple[bytes, list[Frame]]:
+    """Also with a step that had two masks."""
+    record(path)
+    follows = Header(Kind.STEP, int(HeaderFlag.SAMPLE_FOLLOWS), 7, 3, 2).encode()
+    data = path.read_bytes() + frame_of(10**12, follows, encode_body(Step()))
+    for seq in (3, 4):
+        sample = Sample(2, pack([0]), pack([1]))
+        data += frame_of(10**12, Header(Kind.SAMPLE, 0, 7, 3, seq).encode(), encode_body(sample))
+    path.write_bytes(data)
+    return data, [*Recording(path).frames()]
+
+
+def test_what_a_replay_has_to_know(tmp_path: Path) -> None:
+    data, frames = whole(tmp_path / "r")
+    found = survey_of(tmp_path / "r", data)
+    assert isinstance(found, Survey)
+    assert (found.rows, found.tokens, found.positions, found.blocks, found.cut) == (1, 3, 3, 2, False)
+    assert found.masks == {frames[2].at: frames[4].at}, "the last was taken"
+    assert found.seconds == pytest.approx(1000, abs=10)
+
+
+def test_whatever_is_damaged_is_one_line_with_file_and_byte(tmp_path: Path) -> None:
+    """Bytes anywhere, bodies of any depth, frames in another order: a ValueError that says where, or a recording."""
+    path = tmp_path / "r"
+    data, frames = whole(path)
+    ends = [*(frame.at for frame in frames[1:]), len(data)]
+    parts = [data[frame.at : end] for frame, end in zip(frames, ends, strict=True)]
+    start = data[: frames[0].at]
+    length = len(parts[0]) - 36
+    other_lease = Header(Kind.STEP, 0, 7, 9, 1).encode()
+    deep = b"\x91" * 100_000
+    wrong = {
+        "another order": [parts[2], parts[0]],
+        "twice": [parts[0], parts[0]],
+        "a body too long": [parts[0][:8] + b"\xff" * 4 + parts[0][12:]],
+        "a kind of no recording": [frame_of(0, Header(Kind.HELLO, 0, 7, 3, 1).encode(), b"")],
+        "a time that no clock has": [b"\xff" * 8 + parts[0][8:]],
+        "time that goes back": [parts[2], parts[3][:8].replace(parts[3][:8], bytes(8)) + parts[3][8:]],
+        "a body of nothing": [frame_of(0, parts[0][12:36], b"\xc1" * length)],
+        "a deep body": [frame_of(0, parts[0][12:36], deep)],
+        "rows that differ": [frame_of(0, parts[0][12:36], encode_body(Step(ids=pack([1, 2]), counts=pack([1]))))],
+        "an earlier lease": [parts[0], frame_of(9, other_lease, encode_body(Step())), parts[2]],
+    }
+    for name, order in wrong.items():
+        said = survey_of(path, start + b"".join(order))
+        assert isinstance(said, str), name
+        assert re.fullmatch(rf"{re.escape(str(path))} is damaged at byte \d+: .+", said), (name, said)
+    for about in (b"[" * 100_000, b"[]", b"null", b'{"facts": 1}', b"\xff"):
+        said = survey_of(path, start[:8] + len(about).to_bytes(4, "little") + about)
+        assert isinstance(said, str)
+        assert "is damaged at byte 12: what it says of its gang: " in said
+    rng, located = random.Random(5), 0
+    for _ in range(2000):
+        changed = bytearray(data)
+        for _ in range(rng.choice((1, 1, 4))):
+            changed[rng.randrange(len(data))] = rng.randrange(256)
+        said = survey_of(path, bytes(changed[: rng.choice((len(data), rng.randrange(len(data))))]))
+        located += isinstance(said, str)
+    assert located > 500

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.ctl.admin_client import NO_SUCH_GANG
-from worker.ctl.replay_run import Difference, Outcome, margin_at, needs_of, replay_all
-from worker.recording import Recording, read_recording
+from worker.ctl.replay_margin import margin_at
+from worker.ctl.replay_run import Difference, Outcome, replay_all
+from worker.ctl.replay_survey import Survey, survey
+from worker.recording import Recording
 from workerproto.client import Client, ClientError, NoSuchGang
 from workerproto.messages import Facts
 from workerproto.rundir import endpoint_of
@@ -23,25 +25,26 @@ _READY_S = 10.0
 def run(options: Namespace, environment: Mapping[str, str]) -> int:
     """The exit code. Raises ValueError: a file that is no recording."""
     try:
-        recording = read_recording(options.file)
+        recording = Recording(options.file)
+        found = survey(recording)
     except OSError as error:
         raise ValueError(f"{options.file} cannot be read: {error.strerror or error}") from None
     endpoint = endpoint_of(options.name, environment)
     try:
         with Client(endpoint, name="workerctl replay") as client:
-            refuse_misfit(recording, client.wait_ready(_READY_S), any_weights=options.any_weights)
+            refuse_misfit(recording, found, client.wait_ready(_READY_S), any_weights=options.any_weights)
         began = time.perf_counter()
-        outcome = replay_all(endpoint, recording, at_recorded_speed=options.speed == "recorded")
+        outcome = replay_all(endpoint, recording, found, at_recorded_speed=options.speed == "recorded")
         seconds = time.perf_counter() - began
         first = outcome.first
-        margin = margin_at(endpoint, recording, first) if first is not None else None
+        margin = margin_at(endpoint, recording, found, first) if first is not None else None
     except NoSuchGang as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return NO_SUCH_GANG
     except (ClientError, Misfit) as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return _NOT_POSSIBLE
-    answer = _answer(recording, outcome, seconds, margin)
+    answer = _answer(found, outcome, seconds, margin)
     print(json.dumps(answer) if options.json else _said(answer, first))
     return _DIFFERENT if first is not None else 0
 
@@ -50,7 +53,7 @@ class Misfit(Exception):
     """The gang cannot take these steps, or its tokens would mean nothing."""
 
 
-def refuse_misfit(recording: Recording, here: Facts, *, any_weights: bool) -> None:
+def refuse_misfit(recording: Recording, found: Survey, here: Facts, *, any_weights: bool) -> None:
     """Raises Misfit, which says how the gang would have to be started."""
     recorded = recording.facts
     if recorded.weights_id != here.weights_id and not any_weights:
@@ -65,7 +68,7 @@ def refuse_misfit(recording: Recording, here: Facts, *, any_weights: bool) -> No
             f"the recording has blocks of {recorded.kv.block_size} positions, the gang of {here.kv.block_size}: "
             f"start it with --block-size {recorded.kv.block_size}"
         )
-    needs = needs_of(recording)
+    needs = (found.rows, found.tokens, found.positions, found.blocks)
     there = (here.limits.rows, here.limits.tokens, here.max_model_len, here.kv.num_blocks)
     names = ("--max-num-seqs", "--max-num-batched-tokens", "--max-model-len", "blocks (--kv-cache-memory-bytes)")
     for name, wanted, has in zip(names, needs, there, strict=True):
@@ -73,9 +76,8 @@ def refuse_misfit(recording: Recording, here: Facts, *, any_weights: bool) -> No
             raise Misfit(f"the recording needs {wanted} {name}, the gang has {has}: start it with as many")
 
 
-def _answer(recording: Recording, outcome: Outcome, seconds: float, margin: float | None) -> dict[str, Any]:
-    first, frames = outcome.first, recording.frames
-    recorded_s = (frames[-1].nanoseconds - frames[0].nanoseconds) / 1e9 if frames else 0.0
+def _answer(found: Survey, outcome: Outcome, seconds: float, margin: float | None) -> dict[str, Any]:
+    first = outcome.first
     return {
         "steps": outcome.steps,
         "tokens": outcome.tokens,
@@ -83,10 +85,11 @@ def _answer(recording: Recording, outcome: Outcome, seconds: float, margin: floa
         "compared": outcome.compared,
         "same": outcome.same,
         "refused": outcome.refused,
+        "refusal": outcome.refusal,
         "left_out": outcome.left_out,
-        "cut": recording.cut,
+        "cut": found.cut,
         "seconds": round(seconds, 6),
-        "recorded_seconds": round(recorded_s, 6),
+        "recorded_seconds": round(found.seconds, 6),
         "steps_per_s": round(outcome.steps / seconds, 2),
         "tokens_per_s": round(outcome.tokens / seconds, 2),
         "first_difference": None if first is None else first._asdict() | {"margin": margin},
@@ -101,8 +104,14 @@ def _said(answer: dict[str, Any], first: Difference | None) -> str:
         lines.append(f"{answer['left_out']} control operations were left out: they change a gang, and are not steps")
     if answer["cut"]:
         lines.append("the recording ends in the middle of a frame, which was left out")
-    if not answer["compared"]:
+    if first is not None and first.request is None:
+        how = f"this gang refuses it, {first.refusal}" if first.refusal else "this gang takes it"
+        was = "accepted" if first.recorded == "accepted" else f"refused, {first.recorded}"
+        lines.append(f"step {first.step} of lease {first.lease}: {how}; recorded was that it is {was}")
+    elif not answer["compared"]:
         lines.append("nothing was compared: the recording holds no token ids, or no answers")
+        if answer["refusal"]:
+            lines.append(f"{answer['refused']} steps were refused; the first: {answer['refusal']}")
     elif first is None:
         lines.append(f"all {answer['compared']} sampled tokens are the same")
     else:
