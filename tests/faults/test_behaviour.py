@@ -19,6 +19,7 @@ import pytest
 
 from tests.faults.fake_gangs import FAKE, SLACK, fake_gang, prompt_step
 from tests.faults.side_by_side import WAIT_S, Case, Late, in_time, side_by_side
+from tests.faults.table import rows_of
 from tests.gang.gangs import QUICK, ROOT, WORKERCTL, RunningGang, gang, tiny_model
 from tests.processes import stop
 from workerproto.client import Client
@@ -36,9 +37,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    text = (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8")
-    lines = text.partition("## What ends a gang")[2].partition("## ")[0].splitlines()
-    cells = [re.split(r" *(?<!\\)\| *", line.strip("| ")) for line in lines if line.startswith("|")][2:]
+    cells = rows_of("What ends a gang")
     return [Row(cause, int(code), message.strip("`"), float(bound)) for cause, code, message, bound in cells]
 
 
