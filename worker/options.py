@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,11 +22,28 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+class AskParser(tuple[str, ...]):
+    """In place of a command's arguments: it raises ParserAsked, with what it would have parsed them by."""
+
+
+class ParserAsked(Exception):
+    def __init__(self, parser: Parser) -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
 class Parser(argparse.ArgumentParser):
     """A mistake is one line and exit code 64; no abbreviations, which would break as options are added."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog, description=description, allow_abbrev=False)
+
+    def parse_args(  # type: ignore[override] # argparse has it overloaded
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        if isinstance(args, AskParser):
+            raise ParserAsked(self)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         print(f"rankd: error: {message} (see {self.prog} --help)", file=sys.stderr)

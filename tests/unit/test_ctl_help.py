@@ -111,31 +111,3 @@ def test_whose_file_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["status", "--name", "g"]) == 78
     whose = f"{tmp_path / 'g'} belongs to user {os.getuid()}: run it as that user, or "
     assert capsys.readouterr().err == f"{denied}{whose}name another file or run directory\n"
-
-
-def complete(words: list[str], run_dir: Path) -> list[str]:
-    """What bash offers for the last word."""
-    script = (
-        f'eval "$({sys.executable} -m worker.ctl completion bash)"; COMP_WORDS=({" ".join(words)} "$1"); '
-        f'COMP_CWORD={len(words)}; _workerctl; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    )
-    shown = subprocess.run(
-        ["bash", "-c", script, "bash", ""],
-        env=environment(run_dir), cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return shown.stdout.split()
-
-
-def test_the_tab_key(tmp_path: Path) -> None:
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "_logs").mkdir()
-    assert set(complete(["workerctl"], tmp_path)) == set(COMMANDS)
-    assert complete(["workerctl", "status", "--name"], tmp_path) == ["demo"]
-    assert "docs" in complete(["workerctl", "up", "--model"], tmp_path)
-    for shell in ("zsh", "fish"):
-        said = subprocess.run(
-            [*WORKERCTL, "completion", shell], env=environment(tmp_path), capture_output=True, text=True, check=True
-        ).stdout
-        assert all(name in said for name in COMMANDS)
-    assert {"--json", "--watch", "--name"} <= set(options_of("status"))
-    assert {"--tensor-parallel-size", "-tp", "--metrics-port"} <= set(options_of("up"))

@@ -20,7 +20,8 @@ def up(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """
     parser = Parser("workerctl up", "Start a gang on this host, and end it with Ctrl-C or `workerctl down`.")
     parser.add_argument("--detach", action="store_true", help="return when it is READY, and leave it running")
-    parser.add_argument("--log-file", default=os.devnull, help="with --detach: what its processes print")
+    said = "with --detach: what its processes print"
+    parser.add_argument("--log-file", metavar="FILE", default=os.devnull, help=said)
     add_gang_options(parser)
     options = parser.parse_args(arguments)
     config = resolve(options, environment)
