@@ -75,8 +75,8 @@ def log_epoch(epoch: int) -> None:
             handler.formatter.origin = replace(handler.formatter.origin, epoch=epoch)
 
 
-class _Terminal(logging.StreamHandler[TextIO]):
-    """It may be gone, with its reader."""
+class Stream(logging.StreamHandler[TextIO]):
+    """What cannot be written is nobody's trouble: the terminal may be gone, with its reader, and the disk be full."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -97,7 +97,7 @@ def log_to(path: Path, origin: Origin, observe: ObserveConfig, terminal: TextIO,
         sys.stdout.flush()
         for own in (1, 2):
             os.dup2(fd, own)
-    kept = logging.StreamHandler(os.fdopen(fd, "w", encoding="utf-8", errors="replace", buffering=1))
+    kept = Stream(os.fdopen(fd, "w", encoding="utf-8", errors="replace", buffering=1))
     kept.setFormatter(_Line(origin, as_json=observe.log_json))
     logging.getLogger().addHandler(kept)
 
@@ -107,7 +107,7 @@ def log_to_terminal(origin: Origin, observe: ObserveConfig, terminal: TextIO) ->
     root = logging.getLogger()
     for handler in root.handlers[:]:
         root.removeHandler(handler)
-    shown = _Terminal(terminal)
+    shown = Stream(terminal)
     shown.setFormatter(_Line(origin, as_json=observe.log_json, short=True))
     shown.addFilter(lambda record: record.name == SPOKEN or record.levelno >= logging.WARNING)
     root.addHandler(shown)

@@ -13,6 +13,7 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG = 1
+_MOST_DESCRIPTORS = 1 << 16
 
 
 def started_at(pid: int) -> int:
@@ -72,6 +73,15 @@ def exit_when_asked(first: Callable[[], None] = lambda: None) -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave)
+
+
+def allow_descriptors() -> None:
+    """As many as this process may have at all, within reason: each connection takes one, and libzmq aborts the process
+    if there is none left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def refuse_core_dumps() -> None:

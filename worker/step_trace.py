@@ -20,6 +20,7 @@ is formatted, allocated or counted while steps run; shares, rates, histograms an
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from pathlib import Path
 from time import monotonic_ns
@@ -111,7 +112,7 @@ def create_trace_file(path: Path) -> mmap.mmap:
     """By the coordinator, who alone makes and unlinks files; one of an epoch before is replaced, not written to."""
     path.unlink(missing_ok=True)
     with open(path, "w+b") as file:
-        file.truncate(SIZE)
+        os.posix_fallocate(file.fileno(), 0, SIZE)  # or whoever writes where the disk is full dies of SIGBUS
         mapped = mmap.mmap(file.fileno(), SIZE)
     _HEADER.pack_into(mapped, 0, MAGIC, VERSION, SLOTS, 0)
     return mapped

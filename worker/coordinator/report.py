@@ -70,16 +70,30 @@ def write_report(
     }
     unfinished = path.with_name(f".{path.name}")
     unfinished.mkdir(mode=0o700)
-    (unfinished / "report.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    try:
+        _fill(unfinished, content, gang, relay_trace)
+        unfinished.rename(path)
+    except BaseException:  # the disk is full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    forget_oldest(folder, path)
+    return path
+
+
+def _fill(folder: Path, content: dict[str, Any], gang: Gang, relay_trace: mmap.mmap) -> None:
+    (folder / "report.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     for rank, text in gang.ending.stacks.items():
-        (unfinished / f"stacks-rank{rank}.txt").write_text(text + "\n", encoding="utf-8")
+        (folder / f"stacks-rank{rank}.txt").write_text(text + "\n", encoding="utf-8")
     rings = {f"trace{one.rank}": one.trace_record for one in gang.ranks} | {"relay": relay_trace}
     for name, ring in rings.items():
-        (unfinished / f"{name}.gz").write_bytes(gzip.compress(ring[:], 1))
-    unfinished.rename(path)
-    for old in sorted(folder.iterdir(), key=lambda one: one.lstat().st_mtime)[:-KEPT]:
+        (folder / f"{name}.gz").write_bytes(gzip.compress(ring[:], 1))
+
+
+def forget_oldest(folder: Path, newest: Path) -> None:
+    """All but KEPT; never the newest, which a clock that was put back would make the oldest."""
+    others = [one for one in folder.iterdir() if one != newest]
+    for old in sorted(others, key=lambda one: one.lstat().st_mtime)[: 1 - KEPT]:
         shutil.rmtree(old, ignore_errors=True)
-    return path
 
 
 def _sign(cause: Cause) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from worker.coordinator.stream import router
 from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import SPOKEN, Origin, bound_size, link_logs, log_epoch, log_to, remove_logs
-from worker.processes import STOP_SIGNALS
+from worker.processes import STOP_SIGNALS, allow_descriptors
 from worker.rank.fault_points import check_faults
 from worker.rank.stacks import offer as offer_stacks
 from worker.run_files import Claim, NameInUse, RunFiles
@@ -58,6 +58,7 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
     # From the claim on, being asked to stop must not leave files behind: it waits for the loop, which ends in order.
     # (To block the signals would not do: threads that numpy has started would take them.)
     offer_stacks()
+    allow_descriptors()
     asked: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda got, _frame: asked.append(got))

@@ -133,5 +133,5 @@ def create_status_file(path: Path) -> mmap.mmap:
     """By the coordinator, who alone makes and unlinks files; one of an epoch before is replaced, not written to."""
     path.unlink(missing_ok=True)
     with open(path, "w+b") as file:
-        file.truncate(SIZE)
+        os.posix_fallocate(file.fileno(), 0, SIZE)  # or whoever writes where the disk is full dies of SIGBUS
         return mmap.mmap(file.fileno(), SIZE)
