@@ -10,6 +10,7 @@ the coordinator took and gave them; which way one went follows from its kind. Ti
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,8 +46,9 @@ class _About(msgspec.Struct, frozen=True):
 
 
 class Recording:
-    """A file that is read frame by frame, since it may be larger than memory. What is in it was perhaps damaged since:
-    every method raises ValueError with the file, the byte and what is wrong there; OSError.
+    """A file that is read frame by frame, since it may be larger than memory, up to where it ended when it was opened:
+    the gang that it is fed to may be recording into it. What is in it was perhaps damaged since: every method raises
+    ValueError with the file, the byte and what is wrong there; OSError.
 
     facts: of the gang. tokens: whether token ids are in it.
     """
@@ -69,6 +71,7 @@ class Recording:
                 why = f"what it says of its gang: {error}; or another version of rankd has written it"
                 raise self.damaged(_START.size, why) from None
             self._begin = file.tell()
+            self._end = file.seek(0, os.SEEK_END)
         self.facts, self.tokens = about.facts, about.tokens
 
     def frames(self) -> Iterator[Frame]:
@@ -93,14 +96,16 @@ class Recording:
 
     def _next(self, file: BinaryIO, at: int) -> Frame | None:
         start = file.read(_FRAME.size)
-        if len(start) < _FRAME.size:
+        if len(start) < _FRAME.size or at + _FRAME.size > self._end:
             return None
         nanoseconds, length, header = _FRAME.unpack(start)
         if length > MOST_BYTES:
             raise self.damaged(at, f"a body of {length} bytes, at most {MOST_BYTES} are possible")
+        if at + _FRAME.size + length > self._end:
+            return None
         body = file.read(length)
         if len(body) < length:
-            return None
+            raise self.damaged(at, "the file has become shorter since it was opened")
         try:
             return Frame(nanoseconds, decode_header(header), body, at)
         except WireError as error:
@@ -109,7 +114,7 @@ class Recording:
     def is_whole(self, last: Frame | None) -> bool:
         """Whether the file ends with this frame, and not in the middle of another, as after a kill."""
         end = self._begin if last is None else last.at + _FRAME.size + len(last.body)
-        return end == self.path.stat().st_size
+        return end == self._end
 
     def message(self, frame: Frame) -> Message | None:
         try:

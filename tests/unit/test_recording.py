@@ -106,6 +106,19 @@ def test_what_is_no_recording(tmp_path: Path, data: bytes, message: str) -> None
         Recording(tmp_path / "r")
 
 
+def test_what_is_written_since_is_not_read(tmp_path: Path) -> None:
+    """As when a gang that records is fed its own recording: it would never end."""
+    record(tmp_path / "r")
+    recording = Recording(tmp_path / "r")
+    fed = 0
+    for frame in recording.frames():
+        fed += 1
+        with open(tmp_path / "r", "ab") as file:
+            file.write(frame_of(10**12, frame.header.encode(), frame.body))
+    assert fed == 2
+    assert recording.is_whole(frame)
+
+
 def survey_of(path: Path, data: bytes) -> Survey | str:
     """Or what is wrong with it; any other exception is the test's failure."""
     path.write_bytes(data)
