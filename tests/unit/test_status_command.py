@@ -1,0 +1,94 @@
+"""`workerctl status`: its exit code for each health, and pictures in one place of a terminal. No gang is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.gang.gangs import ROOT
+from worker.ctl import status
+from worker.ctl.admin_client import NoSuchGang
+from worker.exit_codes import ExitCode, Failure
+
+RANK: dict[str, Any] = {
+    "rank": 0, "node": "n", "pid": 7, "tp": 0, "pp": 0, "device": "cpu", "state": "READY", "phase": "idle",
+    "phase_s": 1.0, "step": None, "step_age_s": None, "steps_done": 0, "doing": None, "loaded": None, "load_gb_s": None,
+    "time_shares": {"compute": 0.0, "previous_stage": 0.0, "scheduler": 1.0}, "graph_hit_rate": None,
+    "kv_bytes": None, "host_memory_bytes": None, "threads": 1,
+}  # fmt: skip
+ANSWER: dict[str, Any] = {
+    "name": "g", "state": "READY", "epoch": 1, "uptime_s": 1.0,
+    "model": {"path": "m", "architecture": "A", "dtype": "float32"}, "parallel": {"tp": 1, "pp": 1, "partition": [2]},
+    "kv": None, "rates": {"steps_per_s": 0.0, "tokens_per_s": 0.0, "sampled_per_s": 0.0}, "steps_in_flight": 0,
+    "scheduler": None, "requests_live": 0, "last_fault": None, "waiting_for": [], "ranks": [RANK],
+}  # fmt: skip
+UNWELL = ("STUCK", "WAITING", "SILENT", "STOPPED", "GONE")
+FAULT = {"code": 70, "rank": 0, "phase": "step", "step": 1, "message": "why"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (ANSWER, 0),
+        (ANSWER | {"state": "LOADING"}, 1),
+        (ANSWER | {"state": "ASLEEP"}, 1),
+        *((ANSWER | {"ranks": [RANK | {"state": state}]}, 1) for state in UNWELL),
+        (ANSWER | {"state": "FAILED", "last_fault": FAULT}, 2),
+        (Failure(ExitCode.LIMIT, "the coordinator of 'g', process 7, does not answer within 2 s"), 2),
+        (NoSuchGang("there is no gang 'g'"), 3),
+    ],
+)
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
+def test_exit_codes(
+    answer: dict[str, Any] | Exception, code: int, form: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> dict[str, Any]:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(status, "ask", ask)
+    assert status.show(["--name", "g", *form], {}) == code
+
+
+WATCHED = """
+from tests.unit.test_status_command import ANSWER
+from worker.ctl import status
+asked = iter([ANSWER | {"uptime_s": float(number)} for number in range(3)])
+def ask(*_):
+    try:
+        return next(asked)
+    except StopIteration:
+        raise KeyboardInterrupt
+status.ask = ask
+raise SystemExit(status.show(["--watch", "0"], {}))
+"""
+
+
+def test_watching_draws_in_one_place() -> None:
+    mine, its = os.openpty()
+    watching = subprocess.Popen(
+        [sys.executable, "-c", WATCHED], cwd=ROOT, stdin=its, stdout=its, stderr=its,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+    )  # fmt: skip
+    os.close(its)
+    seen = b""
+    try:
+        while True:
+            seen += os.read(mine, 1 << 16)
+    except OSError:  # of a terminal whose other end is closed
+        assert watching.wait(30) == 0
+    finally:
+        os.close(mine)
+        watching.kill()
+        watching.wait(30)
+    pictures = [seen.index(f"up {number} s".encode()) for number in range(3)]
+    lines = seen[pictures[0] : pictures[1]].count(b"\n")
+    assert lines >= 5
+    for before, after in pairwise(pictures):
+        assert seen[before:after].count(b"\x1b[1A") == lines, "as many lines up as were drawn"
