@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers
+for number in (signal.SIGHUP, signal.SIGINT):  # by nohup, or a script's &: what tests start would ignore them too
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 MODEL = Path(__file__).resolve().parent.parent / ".cache" / "smollm2-135m"
 
 

@@ -64,6 +64,13 @@ def open_process(pid: int, started: int) -> int:
     return fd
 
 
+def wanted_stop_signals() -> tuple[signal.Signals, ...]:
+    """Without those that whoever started this process has had ignored, as nohup does and a script's `&`. To be asked
+    before any handler is set."""
+    ignored = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    return tuple(number for number in STOP_SIGNALS if number is signal.SIGTERM or number not in ignored)
+
+
 def exit_when_asked(first: Callable[[], None] = lambda: None) -> None:
     """On any of STOP_SIGNALS do what is to be done `first` and exit 0 at once, until an event loop takes over."""
 

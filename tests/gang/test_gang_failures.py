@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.gang.gangs import QUICK, environment, gang, tiny_model, workerctl
+from tests.gang.gangs import QUICK, WORKERCTL, RunningGang, environment, gang, tiny_model, workerctl
 from tests.processes import stop
 from workerproto.messages import Event
 
@@ -145,3 +145,39 @@ def test_asked_to_stop_as_the_name_is_claimed(run_dir: Path, tmp_path: Path, num
     assert result.returncode == 0, result.stderr
     assert f"stopping: {number.name}" in result.stderr
     assert not list(run_dir.iterdir())
+
+
+def started_by_a_shell(run_dir: Path, folder: Path, script: str) -> RunningGang:
+    up = [*WORKERCTL, "up", "--model", str(tiny_model(folder / "model")), "--name", "g", *QUICK, *FAKE]
+    return RunningGang(run_dir, ["sh", "-c", script, "-", *up], "g", folder / "log")
+
+
+def test_what_its_starter_ignores_it_ignores(run_dir: Path, tmp_path: Path) -> None:
+    """nohup has it outlive a terminal, and a script's & a Ctrl-C."""
+    running = started_by_a_shell(run_dir, tmp_path, 'trap "" HUP INT; exec "$@"')
+    try:
+        running.wait_ready()
+        os.killpg(running.pid, signal.SIGHUP)
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.status()["state"] == "READY"
+        running.process.terminate()
+        assert running.wait_exit() == 0, running.said
+        assert "stopping: SIGTERM" in running.said
+    finally:
+        running.end()
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-"])
+def test_started_without_standard_streams(run_dir: Path, tmp_path: Path, closed: str) -> None:
+    """Nothing that is printed may go into a socket that has the number of a closed one."""
+    running = started_by_a_shell(run_dir, tmp_path, f'exec "$@" {closed}')
+    try:
+        deadline = time.monotonic() + 30
+        while workerctl(run_dir, "status", "--name", "g").returncode:
+            assert running.process.poll() is None
+            assert time.monotonic() < deadline
+        running.process.terminate()
+        assert running.wait_exit() == 0
+        running.wait_nothing_left()
+    finally:
+        running.end()

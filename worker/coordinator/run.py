@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ from worker.coordinator.stream import router
 from worker.coordinator.telemetry import Telemetry
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import SPOKEN, Origin, bound_size, link_logs, log_epoch, log_to, remove_logs
-from worker.processes import STOP_SIGNALS, allow_descriptors
+from worker.processes import allow_descriptors, wanted_stop_signals
 from worker.rank.fault_points import check_faults
 from worker.rank.stacks import offer as offer_stacks
 from worker.run_files import Claim, NameInUse, RunFiles
@@ -60,7 +61,8 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
     offer_stacks()
     allow_descriptors()
     asked: list[int] = []
-    for number in STOP_SIGNALS:
+    numbers = wanted_stop_signals()
+    for number in numbers:
         signal.signal(number, lambda got, _frame: asked.append(got))
     try:
         claim = _claim(files, wait_s=5.0 if launch.epoch > 1 else 0.0)
@@ -73,7 +75,7 @@ def run(config: GangConfig, launch: Launch) -> ExitCode:
     except OSError as error:
         raise ValueError(f"run directory {files.folder} cannot be made: {error.strerror or error}") from None
     try:
-        return uvloop.run(_hold(claim, _Coordinator(config, launch, files, asked)))
+        return uvloop.run(_hold(claim, _Coordinator(config, launch, files, numbers, asked)))
     except (OSError, zmq.ZMQError) as error:
         raise Failure(ExitCode.STEP, f"coordinator: the host does not give what it takes: {error}") from error
 
@@ -107,9 +109,13 @@ def say(line: str) -> None:
 
 
 class _Coordinator:
-    def __init__(self, config: GangConfig, launch: Launch, files: RunFiles, asked: list[int]) -> None:
-        """`asked`: the signals to stop that came before its loop could handle them."""
+    def __init__(
+        self, config: GangConfig, launch: Launch, files: RunFiles, stop_signals: Sequence[signal.Signals],
+        asked: list[int],
+    ) -> None:  # fmt: skip
+        """`asked`: those of the `stop_signals` that came before its loop could handle them."""
         self._config = config
+        self._stop_signals = stop_signals
         self._asked = asked
         self._launch = launch
         self._files = files
@@ -147,7 +153,7 @@ class _Coordinator:
         self._now = self._incarnation()
         relay.recorder = recorder = self._recorder()
         relay.start()
-        for number in STOP_SIGNALS:
+        for number in self._stop_signals:
             loop.add_signal_handler(number, self._stop, number.name)
         for got in self._asked:
             self._stop(signal.Signals(got).name)

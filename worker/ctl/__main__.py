@@ -10,6 +10,7 @@ from pathlib import Path
 
 from worker.ctl.commands import COMMANDS
 from worker.exit_codes import ExitCode, Failure
+from worker.standard_streams import open_standard_streams
 
 
 def usage() -> str:
@@ -22,6 +23,7 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    open_standard_streams()
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name in ("-h", "--help", "help"):
         print(usage())
