@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from tests.gang.relay_house import FACTS, House, Scheduler
+from worker.coordinator.recorder import Recorder
 from worker.gang_messages import PERFORM, RESET, RESET_DONE
+from worker.recording import Recording
 from workerproto.codec import encode_body
 from workerproto.messages import Bye, Done, Error, ErrorCode, Event, Kind, RefusalCode, Refused, Result, Welcome
 from workerproto.operations import Drain, Profile, Sleep, UpdateBegin
@@ -34,7 +36,10 @@ def in_error(scheduler: Scheduler, code: ErrorCode) -> None:
     scheduler.seq -= 1
 
 
-def test_earlier_steps_are_answered_first_and_nothing_is_taken_meanwhile(house: House) -> None:
+def test_earlier_steps_are_answered_first_and_nothing_is_taken_meanwhile(house: House, tmp_path: Path) -> None:
+    """All of it is recorded that is taken, and nothing else."""
+    house.relay.recorder = recorder = Recorder(tmp_path / "r", tokens=True, most_bytes=1 << 20, say=print)
+    recorder.begin(FACTS)
     scheduler = house.attached()
     scheduler.step()
     scheduler.control(Sleep())
@@ -60,6 +65,11 @@ def test_earlier_steps_are_answered_first_and_nothing_is_taken_meanwhile(house: 
     in_error(scheduler, ErrorCode.NOT_READY)
     scheduler.control(Profile(True))  # a gang that sleeps takes operations
     assert house.take()[:2] == (Kind.CONTROL, 4)
+    recorder.close(5)
+    recorded = [(frame.header.kind, frame.header.seq) for frame in Recording(tmp_path / "r").frames()]
+    assert recorded == [
+        (Kind.STEP, 1), (Kind.CONTROL, 2), (Kind.RESULT, 1), (Kind.DONE, 2), (Kind.CONTROL, 3),
+    ]  # fmt: skip
 
 
 def test_a_refused_operation_names_itself_and_leaves_no_refusal(house: House) -> None:

@@ -217,12 +217,12 @@ class Relay:
 
     def _take_ordered(self, lease: Lease, header: Header, frame: bytes, body: bytes) -> None:
         seq, sampling = header.seq, lease.sampling
-        if header.kind is Kind.CONTROL:
-            return self._barrier.put_up(Operation(body, lease, seq), self._state)
         if header.kind is Kind.SAMPLE and (sampling.is_of_refused(seq) or sampling.is_of_passed_over(body)):
             return
         if self.recorder is not None:
             self.recorder.frame(frame, body)
+        if header.kind is Kind.CONTROL:
+            return self._barrier.put_up(Operation(body, lease, seq), self._state)
         if header.kind is Kind.SAMPLE:
             self.stream.send_sample(body, lease, seq, sampling.due)
             sampling.sent(seq)
@@ -249,15 +249,14 @@ class Relay:
             if not lease.sampling.answered(step.lease_seq, refused=kind == Kind.REFUSED):
                 lease.in_flight -= 1
                 lease.answered = step.lease_seq
-            header = self._deliver_answer(lease, Kind(kind), step.lease_seq, body)
-            if self.recorder is not None:
-                self.recorder.frame(header.encode(), body)
+            self._deliver_answer(lease, Kind(kind), step.lease_seq, body)
         self._barrier.begin(self._state)
 
-    def _deliver_answer(self, lease: Lease, kind: Kind, seq: int, body: bytes) -> Header:
+    def _deliver_answer(self, lease: Lease, kind: Kind, seq: int, body: bytes) -> None:
         header = Header(kind, 0, self._epoch, lease.number, seq)
         self._deliver(lease, header, body)
-        return header
+        if self.recorder is not None:
+            self.recorder.frame(header.encode(), body)
 
     # Operations.
 
