@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.gang.gangs import RunningGang, gang
+from tests.gang.gangs import QUICK, ROOT, RunningGang, gang, tiny_model
 from workerproto.client import Client
 from workerproto.codec import pack
 from workerproto.messages import Event, Fault, New, RowFlag, Sampling, Step
@@ -25,6 +27,19 @@ def fake_gang(
 ) -> Iterator[RunningGang]:
     with gang(run_dir, folder, *FAKE, *options, tp=tp, pp=pp, **more) as running:
         yield running
+
+
+@contextlib.contextmanager
+def launched(run_dir: Path, folder: Path, *ranks: tuple[int, list[str]], **more: str) -> Iterator[RunningGang]:
+    """Ranks as torchrun starts them: two stages, each with its own options."""
+    same = ["--model", str(tiny_model(folder / "model")), "-pp", "2", "--name", "g", *QUICK, *FAKE]
+    wanted = json.dumps([[rank, [*same, *options]] for rank, options in ranks])
+    command = [sys.executable, str(ROOT / "tests/faults/plain_launcher.py"), wanted]
+    running = RunningGang(run_dir, command, "g", folder / "log", **more)
+    try:
+        yield running
+    finally:
+        running.end()
 
 
 def early_client(running: RunningGang) -> Client:

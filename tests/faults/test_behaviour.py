@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,10 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.faults.fake_gangs import FAKE, SLACK, fake_gang, prompt_step
+from tests.faults.fake_gangs import FAKE, SLACK, fake_gang, launched, prompt_step
 from tests.faults.side_by_side import WAIT_S, Case, Late, in_time, side_by_side
 from tests.faults.table import rows_of
-from tests.gang.gangs import QUICK, ROOT, WORKERCTL, RunningGang, gang, tiny_model
+from tests.gang.gangs import QUICK, WORKERCTL, RunningGang, gang, tiny_model
 from tests.processes import stop
 from workerproto.client import Client
 from workerproto.messages import Result
@@ -92,15 +90,8 @@ class Scene:
 
     @contextlib.contextmanager
     def launched(self, *ranks: tuple[int, list[str]], **more: str) -> Iterator[RunningGang]:
-        """Ranks as torchrun starts them: two stages, each with its own options."""
-        same = ["--model", str(tiny_model(self.folder / "model")), "-pp", "2", "--name", "g", *QUICK, *FAKE]
-        wanted = json.dumps([[rank, [*same, *options]] for rank, options in ranks])
-        command = [sys.executable, str(ROOT / "tests/faults/plain_launcher.py"), wanted]
-        running = RunningGang(self.run_dir, command, "g", self.folder / "log", **more)
-        try:
+        with launched(self.run_dir, self.folder, *ranks, **more) as running:
             yield running
-        finally:
-            running.end()
 
 
 PROVOKE: dict[str, Callable[[Scene], None]] = {}
@@ -249,9 +240,17 @@ def _(scene: Scene) -> None:
         scene.said(running, code=0)
 
 
+ONE_DEVICE = """
+from worker.rank.seat import Seat
+
+real = Seat.roll_call
+Seat.roll_call = lambda seat, device, *more: real(seat, "cuda:0 GPU-5f1c", *more)
+"""
+
+
 @provokes("a device that two ranks have")
 def _(scene: Scene) -> None:
-    with scene.launched((0, []), (1, []), FAKE_DEVICE="cuda:0 GPU-5f1c") as running:
+    with scene.launched((0, []), (1, []), BEFORE_MAIN=ONE_DEVICE) as running:
         running.wait_said("all ranks run")
         scene.now()
         scene.said(running, code=0)

@@ -7,11 +7,13 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from tests.faults.fake_gangs import FAKE, failure, fake_gang, next_event, prompt_step
 from tests.faults.side_by_side import WAIT_S
@@ -78,5 +80,55 @@ def test_many_connections(run_dir: Path, tmp_path: Path) -> None:
             assert running.status()["state"] == "READY"
         running.process.terminate()
         assert running.wait_exit() == 0, running.said
+    finally:
+        running.end()
+
+
+RAISES_LATER = """
+import sys
+from worker.coordinator.gang import Gang
+from worker.ctl.__main__ import main
+
+ticks = iter(range(10))
+tick = Gang.tick
+Gang.tick = lambda gang: tick(gang) if not gang.ready.done() or next(ticks) < 3 else 1 // 0
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "line"),
+    [
+        ("its own code", 70, "coordinator: ZeroDivisionError: integer division or modulo by zero"),
+        ("from a rank", 76, "coordinator: ValidationError: "),
+        ("an answer", 76, "relay: "),
+    ],
+)
+def test_what_it_stumbles_over_ends_the_gang(
+    run_dir: Path, tmp_path: Path, where: str, code: int, line: str
+) -> None:
+    """In order, with the cause: never a coordinator that is there and does nothing."""
+    up = ["up", "--model", str(tiny_model(tmp_path / "model")), "-pp", "2", "--name", "g", *QUICK, *FAKE]
+    program = ["-c", RAISES_LATER] if where == "its own code" else ["-m", "worker.ctl"]
+    running = RunningGang(run_dir, [sys.executable, *program, *up], "g", tmp_path / "log")
+    try:
+        running.wait_ready()
+        with running.client() as client, zmq.Context() as context:
+            client.wait_ready(10)
+            if where != "its own code":
+                kind, pattern = (zmq.DEALER, "*.e1r0c") if where == "from a rank" else (zmq.PUSH, "*.e1r1a")
+                (path,) = (run_dir / "g").glob(pattern)
+                stranger = context.socket(kind)
+                stranger.linger = 0
+                stranger.connect(f"ipc://{path}")
+                stranger.send_multipart([b"\x80", b"rubbish"] if kind == zmq.PUSH else [b"\x80"])
+            _, fault = failure(client, WAIT_S)
+            if where != "its own code":
+                stranger.close()
+        assert fault.message.startswith(line), fault
+        assert (fault.code, fault.rank) == (code, None)
+        assert running.wait_exit() == code
+        assert running.errors()[0].startswith(line)
+        running.wait_nothing_left()
     finally:
         running.end()

@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.faults.fake_gangs import early_client, failure, next_event, prompt_step
+from tests.faults.fake_gangs import SLACK, early_client, failure, next_event, prompt_step
 from tests.faults.phases import OPERATING, STARTING, STEPPING, bring, phase_at
-from tests.faults.side_by_side import WAIT_S, Case, side_by_side
+from tests.faults.side_by_side import WAIT_S, Case, in_time, side_by_side
 from tests.gang.gangs import QUICK, TORCHRUN, WORKERCTL, RunningGang, gang, tiny_model, workerctl
 from workerproto.client import Client, ClientError
 from workerproto.messages import Fault, Result
 from workerproto.states import Gang
 
 LAUNCHERS = ("workerctl", "torchrun")
-START_S = 60.0
+START_S, DRAIN_S = 60.0, 0.3
 AT_ONCE = 3
 
 
@@ -120,9 +120,11 @@ def hangs(run_dir: Path, folder: Path) -> None:
         running.wait_nothing_left()
 
 
-def parent_is_killed(run_dir: Path, folder: Path, launcher: str) -> None:
+@contextmanager
+def in_a_collective(run_dir: Path, folder: Path, launcher: str) -> Iterator[RunningGang]:
     """Rank 1 hangs, and rank 0 waits for it inside torch, where no signal handler of Python runs."""
-    with gang(run_dir, folder, launcher=launcher, tp=2, RANKD_FAULT="rank=1;at=step;do=sleep:60") as running:
+    drain, fault = ["--drain-timeout", f"{DRAIN_S}"], "rank=1;at=step;do=sleep:60"
+    with gang(run_dir, folder, *drain, launcher=launcher, tp=2, RANKD_FAULT=fault) as running:
         running.wait_ready()
         with running.client() as client:
             client.wait_ready(WAIT_S)
@@ -130,8 +132,23 @@ def parent_is_killed(run_dir: Path, folder: Path, launcher: str) -> None:
             deadline = time.monotonic() + WAIT_S
             while "all_reduce" not in workerctl(run_dir, "stacks", "--name", "g", "--rank", "0").stdout:
                 assert time.monotonic() < deadline, running.said
-            running.process.kill()
+            yield running
+
+
+def parent_is_killed(run_dir: Path, folder: Path, launcher: str) -> None:
+    with in_a_collective(run_dir, folder, launcher) as running:
+        running.process.kill()
         running.wait_nothing_left(5)
+
+
+def asked_to_stop(run_dir: Path, folder: Path) -> None:
+    with in_a_collective(run_dir, folder, "workerctl") as running:
+        began = time.monotonic()
+        running.process.terminate()
+        assert running.wait_exit(WAIT_S) == 0, running.said
+        running.wait_nothing_left()
+        in_time(began, DRAIN_S + 2 * SLACK, "the end")
+        assert not running.errors()
 
 
 CASES: dict[str, Case] = {
@@ -145,6 +162,7 @@ CASES: dict[str, Case] = {
         f"{launcher} is killed while a rank is in a collective": partial(parent_is_killed, launcher=launcher)
         for launcher in LAUNCHERS
     },
+    "workerctl is asked to stop while a rank is in a collective": asked_to_stop,
 }
 
 

@@ -6,7 +6,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from tests.faults.fake_gangs import fake_gang, prompt_step
+from tests.faults.fake_gangs import failure, fake_gang, launched, prompt_step
 from tests.gang.gangs import workerctl
 from worker.coordinator.report import kept_environment
 
@@ -60,6 +60,38 @@ def test_a_stopped_rank_is_reported_as_stopped(run_dir: Path, tmp_path: Path) ->
     (folder,) = (run_dir / "_reports").iterdir()
     assert (folder / "stacks-rank1.txt").read_text().startswith("stopped (state T)")
     assert "in _compute" in (folder / "stacks-rank0.txt").read_text()
+
+
+NEVER_LETS_GO = """
+import re
+from worker.execution.fake_runner import FakeRunner
+
+def spin(runner, *step):
+    if runner._topology.pp_rank == 1:
+        re.match("(a+)+b", "a" * 60)  # in C, with the interpreter's lock: no other thread of the process runs
+    return FakeRunner._execute(runner, *step, None)
+
+FakeRunner.execute = spin
+"""
+
+
+def test_a_rank_that_never_lets_go_of_the_interpreter(run_dir: Path, tmp_path: Path) -> None:
+    """Its main thread hears and says nothing. It is found, named and shown all the same, and ended."""
+    limit = ["--step-timeout", "0.5"]
+    with launched(run_dir, tmp_path, (0, limit), (1, limit), BEFORE_MAIN=NEVER_LETS_GO) as running:
+        running.wait_ready()
+        with running.client() as client:
+            client.wait_ready(10)
+            client.submit(prompt_step(1, 0))
+            while not (waiting := running.status()["waiting_for"]):
+                assert running.process.poll() is None, running.said
+            assert (waiting[0]["rank"], waiting[0]["phase"]) == (1, "step")
+            _, fault = failure(client, 10)
+        assert (fault.code, fault.rank, fault.phase, fault.step) == (80, 1, "step", 1)
+        running.wait_exit()
+        running.wait_nothing_left()
+    (folder,) = (run_dir / "_reports").iterdir()
+    assert "in spin" in (folder / "stacks-rank1.txt").read_text()
 
 
 def test_environment_that_is_kept() -> None:

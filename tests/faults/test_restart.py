@@ -76,6 +76,7 @@ def test_every_view_follows_the_epoch(run_dir: Path, tmp_path: Path) -> None:
             logs = told("logs", "--lines", "1000").splitlines()
             ready = [line for line in logs if "READY in" in line]
             assert ["epoch 1" in line for line in ready] == [True, False], ready
+            assert re.search(r"READY in \d+\.\d s, \d+\.\d s after the failure: ", ready[1]), ready
             assert all("epoch 2" in line for line in logs if " rank 1 pp 1 " in line)
             assert any(": step 2: " in line for line in logs if " rank 1 " in line), "the level outlives the ranks"
             assert not any(" info " in line and "phase ready" in line for line in logs if " rank 0 " in line)

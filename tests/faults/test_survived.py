@@ -18,7 +18,7 @@ from tests.faults.table import rows_of
 from tests.gang import test_gang_relay, test_gang_sleep
 from tests.gang.gangs import RunningGang
 from tests.gang.test_recovery import attached, crash
-from workerproto.client import Client, LeaseHeld
+from workerproto.client import Client, LeaseHeld, TimedOut
 from workerproto.codec import Header, decode_body, decode_header, unpack
 from workerproto.messages import Bye, Error, ErrorCode, Event, Kind, Message, Refused, Result
 from workerproto.operations import Sleep, UpdateBegin, Wake
@@ -64,6 +64,9 @@ def serves(running: RunningGang) -> None:
 def a_step_that_breaks_a_rule(running: RunningGang) -> None:
     with running.client() as client:
         blocks = client.wait_ready(WAIT_S).kv.num_blocks
+        for timeout in (0, -1):  # a deadline in the past means now
+            with pytest.raises(TimedOut):
+                client.receive(timeout)
         client.submit(prompt_step(1, blocks))
         refused = answer(client)
         assert isinstance(refused, Refused)

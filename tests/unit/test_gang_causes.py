@@ -5,13 +5,14 @@ import subprocess
 from array import array
 
 import pytest
+import torch
 
 from worker.coordinator import causes
 from worker.coordinator.agreement import Agreement
 from worker.coordinator.spawn import Exit
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import Refusal
-from worker.processes import started_at
+from worker.processes import open_process, started_at
 from worker.rank.fault_points import FaultPoints, InjectedFault, check_faults
 from worker.rank.faults import describe
 from worker.rank.place import Place, spawn_environment
@@ -50,6 +51,7 @@ def test_own_exception_before_limit_before_broken_connection() -> None:
         (Failure(ExitCode.ROLL_CALL, "who"), "rendezvous", ExitCode.ROLL_CALL, False),
         (MemoryError(), "kv", ExitCode.OUT_OF_MEMORY, False),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "kv", ExitCode.OUT_OF_MEMORY, False),
+        (torch.OutOfMemoryError("CUDA out of memory."), "step", ExitCode.OUT_OF_MEMORY, False),
         (BROKEN, "step", ExitCode.OTHER_RANK, False),
         (LATE, "step", ExitCode.LIMIT, False),
         (KeyError("x"), "load", ExitCode.STEP, True),
@@ -66,6 +68,13 @@ def test_line_for_a_person() -> None:
     assert told(ZeroDivisionError("x")).line == "rank 0, step, step 3: ZeroDivisionError: x"
     assert causes.exited(1, "load", None, Exit(signal="SIGSEGV")).line == "rank 1, load: was killed by SIGSEGV"
     assert causes.own(ExitCode.PARENT_GONE, "torchrun is gone").line == "torchrun is gone"
+
+
+def test_a_pid_that_is_another_s_by_now() -> None:
+    pid = os.getpid()
+    os.close(open_process(pid, started_at(pid)))
+    with pytest.raises(ProcessLookupError, match="is not the one that started at tick"):
+        open_process(pid, started_at(pid) - 1)
 
 
 def packed(*digests: int) -> bytes:
