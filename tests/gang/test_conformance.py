@@ -8,18 +8,18 @@ from tests.gang.gangs import gang, workerctl
 
 
 def test_a_real_gang_conforms(run_dir: Path, tmp_path: Path) -> None:
-    with gang(run_dir, tmp_path, "--max-model-len", "64") as running:
-        running.wait_ready()
+    with gang(run_dir, tmp_path, "--max-model-len", "64", "--kv-config", "scheduler", "--enable-sleep-mode") as running:
+        running.wait_said("a scheduler is to say how large")
         with running.client(name="the holder") as holder:
             held = workerctl(run_dir, "conformance", "--name", "g")
             assert (held.returncode, held.stdout) == (1, "")
             assert "client 'the holder' holds the gang; it is left alone" in held.stderr
-            assert holder.wait_ready(5).model
-        tried = workerctl(run_dir, "conformance", "--name", "g", limit_s=100)
+            assert holder.epoch == 1
+        tried = workerctl(run_dir, "conformance", "--name", "g", "--change", limit_s=100)
         assert tried.returncode == 0, tried.stdout + tried.stderr
         not_tried = {line.split()[2] for line in tried.stdout.splitlines() if line.startswith("not tried")}
         # Whether credit runs out depends on who is quicker.
-        assert not_tried - {"8.no-credit:"} == {"9.silence-ends-the-lease:"}, tried.stdout
+        assert not_tried - {"8.no-credit:"} == {"9.silence-ends-the-lease:", "22.update-finished:"}, tried.stdout
         assert ", 0 failed" in tried.stdout.splitlines()[-1]
         assert running.process.poll() is None
 

@@ -50,6 +50,7 @@ CASES: list[tuple[str, Scheduler, list[str], list[str]]] = [
     ("the old epoch for ever", wrong.StaysInItsEpoch.run, ["11.restart"], ["11.restart", "11.epoch"]),
     ("an Error of the old epoch", wrong.TakesBackWhatFailedAnswered.run, OLD_EPOCH, OLD_EPOCH),
     ("positions", wrong.added("positions", lambda p: [p[0] + 1, *p[1:]]).run, WHOLE, ["12.positions"]),
+    ("alignment", wrong.SharesAnyBlock.run, ["12.aligned-prefixes"], ["12.aligned-prefixes", "12.positions"]),
     ("unknown request", wrong.added("ids", lambda ids: [99, *ids[1:]]).run, WHOLE, ["12.requests"]),
     ("blocks of another", wrong.first_new(blocks=pack([0, 1, 2])).run, WHOLE, ["12.blocks"]),
     ("tokens that are none", wrong.first_new(tokens=pack([-1] * 20)).run, WHOLE, ["12.limits"]),

@@ -12,6 +12,7 @@ from tests.unit import wrong_gangs as wrong
 from tests.unit import wrong_ranks as ranks
 from tests.unit import wrong_samples as samples
 from workerproto.client import Client, LeaseHeld, NoSuchGang, TimedOut
+from workerproto.messages import ErrorCode, RefusalCode
 from workerproto.testing.check_worker import RULES, check_worker
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 from workerproto.testing.fake_worker import FakeWorker
@@ -24,7 +25,8 @@ NAMES = [rule.name for rule in RULES]
 
 SCENES = "15.*"
 NO_SAMPLE = "8.sample-names-* 8.mask-of-* 8.two-masks-* 8.masks-too-short 8.sample-not-msgpack"
-NO_OPERATIONS = "22.unknown-* 22.no-op 22.not-* 22.argument-* 22.configure-* 22.wake-* 22.*-without-begin 22.*-over-*"
+NO_OPERATIONS = "22.unknown-* 22.no-op 22.not-* 22.arg* 22.configure-again 22.wake-* 22.*-without-begin 22.*-over-*"
+NO_CHANGES = "22.stop-of-no-profile 22.sleep-and-wake 22.updating 22.update-broken-off 22.update-finished"
 CASES: list[tuple[type[wrong.Honest], str]] = [
     (wrong.AnyFrames, "2.*"),
     (wrong.AnyHeaderLength, "3.short-header 3.long-header 6.error-header"),
@@ -73,6 +75,9 @@ CASES: list[tuple[type[wrong.Honest], str]] = [
     (samples.RefusedSampleEnds, NO_SAMPLE + " 8.steps-behind-a-* 8.two-wait-and-*"),
     (samples.KeepsWaiting, "9.lease-ends-while-a-step-waits"),
     (wrong.CarriesOutAnything, NO_OPERATIONS + " 22.refusals-stay-apart"),
+    (wrong.CarriesOutAnything, NO_CHANGES),
+    (wrong.ConfiguresAnything, "22.awaiting-takes-nothing-else 22.configure-[!a]* 22.configure-a[!g]* 22.configured"),
+    (wrong.OtherErrorWhileAwaiting, "22.awaiting-takes-no-step"),
     (wrong.ResyncBehindOperations, NO_OPERATIONS + " 22.refusals-stay-apart"),
     (wrong.EndsRefusals, "22.refusals-stay-apart"),
     (wrong.OperationsOvertake, "22.steps-before-are-answered-first 22.nothing-is-taken-behind-it"),
@@ -107,11 +112,17 @@ def named(patterns: str) -> list[str]:
     return [name for name in NAMES if any(fnmatchcase(name, pattern) for pattern in patterns.split())]
 
 
-def test_what_is_right_passes() -> None:
-    with FakeWorker(ENDPOINT, wrong.Honest()) as worker:
-        report = check_worker(worker.endpoint, limit_s=3)
-    assert report.passed, report
-    assert {outcome.rule for outcome in report.not_tried} <= {"8.no-credit"}, report
+def test_what_is_right_passes_and_says_every_code_that_there_is() -> None:
+    """So that a new code is either provoked by a rule, or missed here."""
+    told: set[str] = set()
+    for gang, only in ((wrong.Untouched(), None), (wrong.HasNoSleep(), ["22.sleep-and-wake"])):
+        with FakeWorker(ENDPOINT, gang) as worker:
+            report = check_worker(worker.endpoint, limit_s=3, change=True, only=only)
+        assert not report.failed, report
+        assert {outcome.rule for outcome in report.not_tried} <= {"8.no-credit", *(only or ())}, report
+        told |= gang.told
+    told.add("Refused SAMPLE_DUE")  # a fake gang refuses a Sample before the next step can be under way: vectors
+    assert told == {f"Error {code}" for code in ErrorCode} | {f"Refused {code}" for code in RefusalCode}
 
 
 def test_other_facts_do_as_well() -> None:
@@ -130,7 +141,7 @@ def test_what_is_wrong_fails(gang: type[wrong.Honest], rules: str) -> None:
     expected = named(rules)
     assert expected
     with FakeWorker(ENDPOINT, gang()) as worker:
-        report = check_worker(worker.endpoint, limit_s=1 if len(expected) == 1 else 0.2, only=expected)
+        report = check_worker(worker.endpoint, limit_s=1 if len(expected) == 1 else 0.2, only=expected, change=True)
     assert [outcome.rule for outcome in report.failed] == expected, "\n".join(map(str, report.outcomes))
     assert all(outcome.instead for outcome in report.failed)
 

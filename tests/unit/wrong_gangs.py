@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import msgspec
@@ -12,11 +12,13 @@ from workerproto.codec import Header, decode_body
 from workerproto.messages import (
     Bye,
     Done,
+    Error,
     ErrorCode,
     Facts,
     Hello,
     Kind,
     Message,
+    Refused,
 )
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 
@@ -33,9 +35,32 @@ class Honest(FakeGang):
 
     facts_: Callable[[], Facts] = staticmethod(small_facts)
     delay_s = 0.001
+    awaits_kv = False
+    lacks: Container[str] = ()
 
     def __init__(self) -> None:
-        super().__init__(self.facts_(), lease_timeout_ms=LEASE_TIMEOUT_MS, delay_s=self.delay_s)
+        super().__init__(
+            self.facts_(), lease_timeout_ms=LEASE_TIMEOUT_MS, delay_s=self.delay_s, awaits_kv=self.awaits_kv,
+            lacks=self.lacks,
+        )  # fmt: skip
+        self.told: set[str] = set()
+        """Codes of errors and refusals so far."""
+
+    def _send(self, peer: bytes, kind: Kind, body: Message | None, lease: int, seq: int = 0) -> None:
+        if isinstance(body, Error | Refused):
+            self.told.add(type(body).__name__ + " " + body.code)
+        super()._send(peer, kind, body, lease, seq)
+
+
+class Untouched(Honest):
+    """Nobody has configured its cache yet."""
+
+    facts_ = staticmethod(lambda: msgspec.structs.replace(small_facts(), model="/models/fake"))
+    awaits_kv = True
+
+
+class HasNoSleep(Honest):
+    lacks = ("sleep",)
 
 
 def set_header(frames: list[bytes], **changes: Any) -> list[bytes]:
@@ -167,6 +192,10 @@ class CarriesOutAnything(Honest):
         self._send(self._holder.peer, Kind.DONE, Done("done"), self._holder.lease, seq)
 
 
+class ConfiguresAnything(CarriesOutAnything):
+    awaits_kv = True
+
+
 class ResyncBehindOperations(Honest):
     """A refused operation counts as a refusal of steps."""
 
@@ -221,6 +250,10 @@ class OtherError(_Says):
             other = ErrorCode.NOT_READY if body.code is not ErrorCode.NOT_READY else ErrorCode.BAD_HEADER
             body = msgspec.structs.replace(body, code=other)
         return kind, body
+
+
+class OtherErrorWhileAwaiting(OtherError):
+    awaits_kv = True
 
 
 class OtherLeaseError(_Says):

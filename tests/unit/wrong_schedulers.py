@@ -150,6 +150,17 @@ class UsesMoreCredit(Right):
         super().generate()
 
 
+class SharesAnyBlock(Right):
+    """Takes every block for the end of a prefix."""
+
+    def generate(self) -> None:
+        facts = self.wait_ready()
+        self._session.facts = msgspec.structs.replace(
+            facts, kv=msgspec.structs.replace(facts.kv, alignment=facts.kv.block_size)
+        )
+        super().generate()
+
+
 class Credulous(Right):
     """Takes no notice of what breaks the spec, nor of the end of its lease."""
 

@@ -33,6 +33,9 @@ def conformance(arguments: Sequence[str], environment: Mapping[str, str]) -> int
     parser.add_argument(
         "--scheduler", metavar="COMMAND", help="a scheduler, not a gang: run many times, {endpoint} filled in"
     )
+    parser.add_argument(
+        "--change", action="store_true", help="put the gang to sleep and update its weights too: not while it is needed"
+    )
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     from worker.ctl.conformance_work import run

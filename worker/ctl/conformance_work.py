@@ -51,4 +51,6 @@ def _outcomes(options: Namespace, environment: Mapping[str, str]) -> Iterator[Ou
         return check_scheduler.outcomes(shlex.split(options.scheduler), limit_s=options.limit, only=options.only)
     keys = CurveKeys.read(options.server_key, options.client_key) if options.server_key else None
     endpoint = options.endpoint or endpoint_of(options.name, environment)
-    return check_worker.outcomes(endpoint, limit_s=options.limit, only=options.only, keys=keys)
+    return check_worker.outcomes(
+        endpoint, limit_s=options.limit, only=options.only, keys=keys, change=options.change
+    )

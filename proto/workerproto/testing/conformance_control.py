@@ -14,7 +14,8 @@ from workerproto.testing.slow_rules import PlainRow, PlainStart, PlainStep
 OPERATIONS = Rules()
 
 
-def _control(link: Link, operation: Control | bytes) -> int:
+def control(link: Link, operation: Control | bytes) -> int:
+    """Send it and return its sequence."""
     seq, link.next_seq = link.next_seq, link.next_seq + 1
     link.send(Kind.CONTROL, operation, seq=seq)
     return seq
@@ -30,7 +31,7 @@ def _refused(name: str, code: RefusalCode, operation: Control | bytes, live: boo
             bench.need_room(blocks=bench.blocks_for(PROMPT), length=PROMPT + 1, tokens=PROMPT)
             start = PlainStart(1, bench.prompt(), list(range(bench.blocks_for(PROMPT))), 0)
             drawn(link, PlainStep(new=[start], rows=[PlainRow(1, 0, PROMPT)]))
-        refused = link.expect_refused(code, _control(link, operation))
+        refused = link.expect_refused(code, control(link, operation))
         require(refused.request is None, f"{code} names request {refused.request}, and it is of none")
         require(refused.field, f"{code} names no field")
         link.works()
@@ -56,7 +57,7 @@ _refused("22.update-over-requests", RefusalCode.REQUESTS_LIVE, UpdateBegin(), li
 def _(bench: Bench) -> None:
     link = bench.attached()
     steps = [link.step(Step()) for _ in range(bench.facts.limits.steps_in_flight)]
-    operation = _control(link, Wake())  # takes no credit
+    operation = control(link, Wake())  # takes no credit
     for seq in steps:
         link.expect_result(seq, 0)
     link.expect_refused(RefusalCode.NOT_ASLEEP, operation)
@@ -67,7 +68,7 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     """A step sent behind it is in error with its sequence free, or comes late enough to be taken."""
     link = bench.attached()
-    before, operation = link.step(Step()), _control(link, Wake())
+    before, operation = link.step(Step()), control(link, Wake())
     behind = link.next_seq
     link.send(Kind.STEP, encode_body(Step()), seq=behind)
     answers = [link.receive() for _ in range(3)]
@@ -87,7 +88,7 @@ def _(bench: Bench) -> None:
     link = bench.attached()
     wrong = link.step(Step(finished=pack([1])))
     link.expect_refused(RefusalCode.UNKNOWN_REQUEST, wrong)
-    link.expect_refused(RefusalCode.NOT_ASLEEP, _control(link, Wake()))
+    link.expect_refused(RefusalCode.NOT_ASLEEP, control(link, Wake()))
     behind = link.step(Step())
     link.expect_refused(RefusalCode.AFTER_REFUSAL, behind, wrong)
     link.expect_result(link.step(Step(), resync=True), 0)

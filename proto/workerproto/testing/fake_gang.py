@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -39,6 +39,7 @@ from workerproto.standing import read_control
 from workerproto.states import GANG, TAKEN_IN, WITH_FACTS, Gang
 from workerproto.steps import Refusal, StepLimits
 from workerproto.testing.fake_model import FakeModel
+from workerproto.testing.fake_operations import FakeOperations
 from workerproto.validate import StepValidator
 
 Outgoing = tuple[bytes, bytes, bytes]
@@ -88,8 +89,10 @@ class FakeGang:
         delay_s: float = 0.0,
         lease_timeout_ms: int = 10_000,
         sample_timeout_s: float = 10.0,
+        lacks: Container[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """lacks: operations that its ranks have not."""
         self.facts = facts or fake_facts()
         self.state = Gang.AWAITING_KV if awaits_kv else Gang.READY if ready else Gang.LOADING
         self.epoch = 1
@@ -99,6 +102,7 @@ class FakeGang:
         self._delay_s = delay_s
         self._lease_timeout_ms = lease_timeout_ms
         self._sample_timeout_s = sample_timeout_s
+        self._lacks = lacks
         self._clock = clock
         self._holder: _Holder | None = None
         self._ended_leases: set[int] = set()
@@ -115,6 +119,7 @@ class FakeGang:
     def _make_ranks(self) -> None:
         self.validator = StepValidator(StepLimits.from_facts(self.facts))
         self._model = FakeModel(self.validator.limits)
+        self._operations = FakeOperations(self._lacks)
 
     # What a test asks for.
 
@@ -307,8 +312,10 @@ class FakeGang:
                 operation, event = read_control(body), None
                 self.facts = configure(self.facts, operation)
                 self._make_ranks()
+                self._enter(Gang.WARMING)
             else:
                 operation, event = self.validator.propose(seq, body)[1:]
+                self._operations.prepare(operation)
                 self.validator.carry_out()
         except Refusal as refusal:
             refusal.cause = seq
@@ -326,7 +333,7 @@ class FakeGang:
         elif self._holder:
             self._holder.last_answered = seq
             self._send(self._holder.peer, kind, answer, self._holder.lease, seq)
-        if self.state is Gang.AWAITING_KV and kind is Kind.DONE:
+        if self.state is Gang.WARMING and kind is Kind.DONE:
             self._enter(Gang.READY)
         if self.state is Gang.DRAINING:
             self._enter(Gang.STOPPING)

@@ -16,9 +16,12 @@ from workerproto.states import Gang
 from workerproto.testing.conformance_link import NotProvoked, Unmet
 from workerproto.testing.fake_gang import fake_facts
 from workerproto.testing.scenario import Ended, Scenario
+from workerproto.testing.scheduler_texts import PREFIX
 
 SMALL = fake_facts(num_blocks=24, block_size=4, max_model_len=96, tokens=8, rows=2, logprobs=0)
 SMALL = msgspec.structs.replace(SMALL, limits=msgspec.structs.replace(SMALL.limits, steps_in_flight=1))
+ALIGNED = fake_facts(block_size=4)
+ALIGNED = msgspec.structs.replace(ALIGNED, kv=msgspec.structs.replace(ALIGNED.kv, hash_block_size=6, alignment=12))
 OTHER = fake_facts(num_blocks=200, tokens=100, rows=12)
 OTHER = msgspec.structs.replace(OTHER, limits=msgspec.structs.replace(OTHER.limits, steps_in_flight=2))
 
@@ -84,6 +87,20 @@ class SmallGang(WholeRun):
         if self.hellos and not self.steps and not end.running:
             raise NotProvoked("it starts nothing on a gang so small")
         super().verdict(end)
+
+
+class AlignedPrefixes(WholeRun):
+    """A prefix may end at every third block alone."""
+
+    rule = "12.aligned-prefixes"
+    facts_ = ALIGNED
+
+    def verdict(self, end: Ended) -> None:
+        if wrong := self.breaches.get("12.positions"):
+            raise Unmet(wrong)
+        super().verdict(end)
+        if PREFIX not in self.tried:
+            raise NotProvoked("it shares no prefix")
 
 
 class RefusesStart(Scenario):
@@ -205,6 +222,6 @@ class RestartsAtOnce(Restarts):
 
 
 SCENARIOS: tuple[type[Scenario], ...] = (
-    WholeRun, NotReadyYet, PingsOfItsOwn, SlowAnswers, SmallGang, RefusesStart, RefusesLater, RefusesAgain, Restarts,
-    RestartsAtOnce,
+    WholeRun, NotReadyYet, PingsOfItsOwn, SlowAnswers, SmallGang, AlignedPrefixes, RefusesStart, RefusesLater,
+    RefusesAgain, Restarts, RestartsAtOnce,
 )  # fmt: skip
