@@ -61,7 +61,11 @@ def main() -> NoReturn:
         if place.local_rank and not place.spawned:
             time.sleep(2)  # all ranks find the same: let the first say it before torchrun ends us all
         code = getattr(error, "code", ExitCode.BAD_CONFIG)
-        message, traced = "" if place.local_rank > 0 else str(error), error if trace else None
+        if place.spawned:  # as when config.json has changed since: by a coordinator that is there to tell it
+            tell_of(error, RunFiles(options.name, environment, place.launch, place.epoch), place, trace)
+            message, traced = "", None
+        else:
+            message, traced = "" if place.local_rank > 0 else str(error), error if trace else None
     if files is not None and code is ExitCode.LIMIT:
         sweep(files)  # there may be no coordinator that could
     leave(code, message, traced, terminal)
@@ -83,6 +87,13 @@ def run_rank(config: GangConfig, place: Place, files: RunFiles, terminal: TextIO
     if not place.spawned and place.local_rank == 0:
         start_coordinator(place, sys.argv[1:])
     return run(config, place, files, watch, fault_points, terminal, trace=trace)
+
+
+def tell_of(error: ValueError | Failure, files: RunFiles, place: Place, trace: bool) -> None:
+    from worker.rank.control import tell
+    from worker.rank.faults import describe
+
+    tell(files.control_endpoint(place.rank), describe(error, "boot", None, always_trace=trace))
 
 
 def check_world_size(config: GangConfig, place: Place) -> None:

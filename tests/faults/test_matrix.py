@@ -4,6 +4,8 @@ once an epoch, several side by side."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +17,7 @@ from tests.faults.fake_gangs import SLACK, early_client, failure, fake_gang, fir
 from tests.faults.phases import OPERATING, STARTING, STEPPING, bring, phase_at
 from tests.faults.side_by_side import WAIT_S, Case, Late, in_time, side_by_side
 from tests.faults.soak import soak
-from tests.gang.gangs import RunningGang
+from tests.gang.gangs import RunningGang, tiny_model
 from worker.ctl.admin_client import ask
 from worker.run_files import RunFiles
 from workerproto.client import Client, TimedOut
@@ -171,6 +173,31 @@ def asked_to_stop_before_it_is_back(run_dir: Path, folder: Path) -> None:
         running.wait_nothing_left()
 
 
+def restarted_without_its_model(run_dir: Path, folder: Path, changed: bool) -> None:
+    """What ranks then find they tell, and the scheduler hears it."""
+    with fake_gang(run_dir, folder, "--max-restarts", "1") as running:
+        running.wait_ready()
+        with running.client() as client:
+            client.wait_ready(10)
+            victim = running.rank_pid(1)
+            config = folder / "model" / "config.json"
+            if changed:
+                tiny_model(folder / "model", vocab_size=256)
+            else:
+                config.unlink()
+            os.kill(victim, signal.SIGKILL)
+            assert failure(client, WAIT_S)[0] == 1
+            _, fault = failure(client, WAIT_S)
+        if changed:
+            wanted = (69, "roll-call: model config vocab is 128 on the coordinator and 256 on rank 0")
+        else:
+            wanted = (78, f"{config} does not exist: a Hugging Face model folder has one")
+        assert (fault.code, fault.message) == wanted
+        assert running.wait_exit(WAIT_S) == fault.code
+        assert len(running.errors()) == 2, "each said once"
+        running.wait_nothing_left()
+
+
 def killed_at_random(run_dir: Path, folder: Path) -> None:
     """`./scripts/soak` does the same for longer."""
     assert len(soak(run_dir, folder, kills=6, seed=1)) == 6
@@ -184,6 +211,8 @@ CASES: dict[str, Case] = {
         for do, places in {"sleep:60": (*STARTING, *STEPPING, *OPERATING), "signal:SIGSTOP": ("load", "step")}.items()
         for place in places
     },
+    "restarted on another model": partial(restarted_without_its_model, changed=True),
+    "restarted without a model": partial(restarted_without_its_model, changed=False),
     **{
         case.__name__.replace("_", " "): case
         for case in (
