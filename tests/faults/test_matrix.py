@@ -114,7 +114,7 @@ def named_until_it_fails(running: RunningGang, client: Client, epoch: int, place
             return message
         answer = ask(files, "status")
         waited = [one for one in answer["waiting_for"] if (one["state"] == "STOPPED") == stopped]
-        if answer["epoch"] != epoch or answer["state"] == "FAILED":
+        if answer["epoch"] != epoch or answer["state"] in ("STARTING", "FAILED"):  # first they are all waited for
             continue
         there = [(one["rank"], one["phase"]) for one in waited] == [(1, phase_at(place))]
         assert there or not named, answer
