@@ -117,7 +117,7 @@ def named_until_it_fails(running: RunningGang, client: Client, epoch: int, place
         if answer["epoch"] != epoch or answer["state"] in ("STARTING", "FAILED"):  # first they are all waited for
             continue
         there = [(one["rank"], one["phase"]) for one in waited] == [(1, phase_at(place))]
-        assert there or not named, answer
+        assert there or not named, (answer["state"], answer["waiting_for"])
         if there and not named:
             named = True
             if waited[0]["seconds"] > 1.0 * SLACK:

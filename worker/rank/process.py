@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rankd.rank")
 
+STARTUP_BACKSTOP_S = 10.0
+"""The start-up limit is the coordinator's to watch, which knows who is missing; a rank's own would blame who waits."""
 STOP_GRACE_S = 20.0
 """After a SIGTERM: as long as torchrun may wait before it kills (30 s), with room; the coordinator is quicker."""
 
@@ -67,7 +69,7 @@ class _RankProcess:
         self._status = StatusWriter(place.epoch, self._threads)
         self._steps: StepLoop | None = None
         self._welcomed = False
-        self._deadline = time.monotonic() + config.limits.startup
+        self._deadline = time.monotonic() + config.limits.startup + STARTUP_BACKSTOP_S
 
     async def main(self) -> ExitCode:
         loop = self._loop = asyncio.get_running_loop()
