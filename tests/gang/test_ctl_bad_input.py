@@ -108,6 +108,12 @@ def test_run_directory_too_long_for_a_socket(run_dir: Path, model: Path) -> None
     assert not long.exists()
 
 
+def test_log_file_that_cannot_be_made(run_dir: Path, model: Path) -> None:
+    where = run_dir / "missing" / "file"
+    code, line = refused(run_dir, "up", "--model", str(model), "--detach", "--log-file", str(where))
+    assert (code, line) == (78, f"{where}: No such file or directory")
+
+
 def test_run_directory_that_cannot_be_made(run_dir: Path, model: Path) -> None:
     (run_dir / "file").touch()
     result = workerctl(run_dir, "up", "--model", str(model), RANKD_RUN_DIR=str(run_dir / "file"))

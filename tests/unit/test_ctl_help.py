@@ -107,7 +107,7 @@ def test_whose_file_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     where = tmp_path / "g" / "lock"
     denied = f"rankd: error: {where}: Permission denied; "
     assert capsys.readouterr().err == f"{denied}name another file or run directory\n"
-    monkeypatch.setattr("worker.ctl.__main__.os.geteuid", lambda: 4321)
+    monkeypatch.setattr("worker.os_errors.os.geteuid", lambda: 4321)
     assert main(["status", "--name", "g"]) == 78
     whose = f"{tmp_path / 'g'} belongs to user {os.getuid()}: run it as that user, or "
     assert capsys.readouterr().err == f"{denied}{whose}name another file or run directory\n"

@@ -17,6 +17,7 @@ from worker.coordinator.incarnation import Launch
 from worker.coordinator.run import run
 from worker.exit_codes import ExitCode, Failure
 from worker.options import Parser, add_gang_options
+from worker.os_errors import told
 from worker.processes import refuse_core_dumps
 
 
@@ -52,7 +53,7 @@ def main() -> int:
     except (ValueError, OSError, Failure) as error:
         if options.traceback:
             raise
-        print(f"rankd: error: {error}", file=sys.stderr)
+        print(f"rankd: error: {told(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return getattr(error, "code", ExitCode.BAD_CONFIG)
 
 

@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 
 from worker.ctl.commands import COMMANDS
 from worker.exit_codes import ExitCode, Failure
+from worker.os_errors import told
 from worker.standard_streams import open_standard_streams
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # of files and folders that a command reads or writes, whichever they are
         if "--traceback" in rest or os.environ.get("RANKD_TRACEBACK") == "1":
             raise
-        print(f"rankd: error: {_said(error)}", file=sys.stderr)
+        print(f"rankd: error: {told(error)}", file=sys.stderr)
         _drop_stdout()
         return ExitCode.BAD_CONFIG
 
@@ -66,25 +66,6 @@ def _drop_stdout() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _said(error: OSError) -> str:
-    """In a line: what, why, and for a file of somebody else's, whose it is."""
-    text = error.strerror or str(error)
-    if error.filename is None:
-        return text
-    line, path = f"{error.filename}: {text}", Path(os.fsdecode(error.filename)).absolute()
-    if not isinstance(error, PermissionError):
-        return line
-    for one in (path, *path.parents):  # what stands in the way may hide what is behind it
-        try:
-            owner = one.stat().st_uid
-        except OSError:
-            continue
-        if owner != os.geteuid():
-            return f"{line}; {one} belongs to user {owner}: run it as that user, or name another file or run directory"
-        break
-    return f"{line}; name another file or run directory"
 
 
 if __name__ == "__main__":
