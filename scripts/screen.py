@@ -18,7 +18,8 @@ def heading(title: str, below: str = "") -> None:
 
 
 class Screen:
-    """First `workerctl status`, asked for once every request has a token; then the texts.
+    """First `workerctl status`, asked for once every request has a token and waited for before the first one ends, so
+    that it shows all of them; then the texts.
 
     All requests run at once, but a terminal is read from top to bottom: the first unfinished text is shown as it comes,
     and each later one catches up when its turn is there.
@@ -41,7 +42,7 @@ class Screen:
         self._done[place] = token in self._params.stop_tokens or self._counts[place] == self._params.max_tokens
         if self._status is None and all(self._counts):
             self._status = subprocess.Popen(self._ask_status, stdout=subprocess.PIPE, text=True)
-        if self._status and self._status.poll() is not None:
+        if self._status and (self._done[place] or self._status.poll() is not None):
             self._show()
 
     def end(self) -> None:
