@@ -14,7 +14,20 @@ from worker.coordinator.relay import Relay
 from worker.gang_messages import seal, unseal
 from worker.run_files import RunFiles
 from workerproto.codec import Header, decode_body, decode_header, encode_body
-from workerproto.messages import Cache, Facts, Hello, Kind, Limits, Message, Result, Step, Welcome
+from workerproto.messages import (
+    Bye,
+    Cache,
+    Error,
+    ErrorCode,
+    Facts,
+    Hello,
+    Kind,
+    Limits,
+    Message,
+    Result,
+    Step,
+    Welcome,
+)
 from workerproto.operations import Control
 from workerproto.states import Gang
 
@@ -75,6 +88,12 @@ class Scheduler:
         """What was sent before has been taken: a ping comes back after it."""
         self.send(Kind.PING)
         assert self.receive()[0].kind is Kind.PONG
+
+    def bye(self) -> None:
+        """Taken before anybody else's hello: the sockets of two schedulers have no order between them."""
+        self.send(Kind.BYE, encode_body(Bye()))
+        self.send(Kind.PING)
+        assert self.expect(Error).code == ErrorCode.LEASE_ENDED
 
 
 class House:

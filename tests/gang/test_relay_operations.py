@@ -13,7 +13,7 @@ from worker.coordinator.recorder import Recorder
 from worker.gang_messages import PERFORM, RESET, RESET_DONE
 from worker.recording import Recording
 from workerproto.codec import encode_body
-from workerproto.messages import Bye, Done, Error, ErrorCode, Event, Kind, RefusalCode, Refused, Result, Welcome
+from workerproto.messages import Done, Error, ErrorCode, Event, Kind, RefusalCode, Refused, Result, Welcome
 from workerproto.operations import Drain, Profile, Sleep, UpdateBegin
 from workerproto.states import Gang
 
@@ -119,7 +119,7 @@ def test_a_lease_that_ends_in_its_operation_is_forgotten_behind_it(house: House,
         scheduler.step()
     scheduler.control(Sleep())
     sequence = house.take()[1]
-    scheduler.send(Kind.BYE, encode_body(Bye()))
+    scheduler.bye()
     second = house.scheduler()
     second.hello()
     if proposed:
@@ -143,7 +143,7 @@ def test_a_lease_lost_in_an_update_is_told_once_the_ranks_have_forgotten_it(hous
     house.settle(Kind.DONE, encode_body(Done("update_begin", [{}, {}])), moved=True)
     scheduler.expect(Event)
     scheduler.expect(Done)
-    scheduler.send(Kind.BYE, encode_body(Bye()))
+    scheduler.bye()
     kind, sequence, _ = house.take()
     assert (kind, house.updates_lost) == (RESET, 0)
     house.answer(sequence, RESET_DONE, msgspec.msgpack.encode(0))

@@ -208,7 +208,7 @@ def test_a_lease_that_ends_while_a_step_waits_is_forgotten_behind_it(house: Hous
     scheduler = house.attached()
     scheduler.step(flags=FOLLOWS)
     house.take()
-    scheduler.send(Kind.BYE, encode_body(Bye()))
+    scheduler.bye()
     assert house.take()[:2] == (RESET, 2)
     house.answer(1)  # the ranks end the step without masks
     house.answer(2, RESET_DONE, msgspec.msgpack.encode(1))
