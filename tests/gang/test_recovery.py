@@ -49,7 +49,8 @@ def starts(num_blocks: int) -> list[PlainStep]:
 
 @pytest.mark.parametrize("takeover", [True, False], ids=["takes over", "waits for the time-out"])
 def test_who_comes_back_finds_nothing_of_before(run_dir: Path, tmp_path: Path, takeover: bool) -> None:
-    with gang(run_dir, tmp_path, "--device", "fake", "--lease-timeout", "1", pp=2) as running:
+    lease_s = "30" if takeover else "4"  # long enough to be looked at while it is held
+    with gang(run_dir, tmp_path, "--device", "fake", "--lease-timeout", lease_s, pp=2) as running:
         running.wait_ready()
         endpoint = endpoint_of(running.name, running.environment)
         crash(endpoint, running)
