@@ -8,6 +8,7 @@ from workerproto.codec import Header, decode_body, encode_body, pack, unpack
 from workerproto.fields import EMPTY
 from workerproto.messages import (
     Bye,
+    Done,
     Error,
     ErrorCode,
     Event,
@@ -23,6 +24,7 @@ from workerproto.messages import (
     Step,
     Welcome,
 )
+from workerproto.operations import Wake
 from workerproto.session import Received, Session
 from workerproto.states import Gang, LocalStateError, RemoteStateError
 from workerproto.testing.fake_gang import FakeGang, fake_facts
@@ -201,7 +203,8 @@ def frames(kind: Kind, body: bytes, seq: int = 0, epoch: int = 1) -> Callable[[S
     return lambda session: [Header(kind, 0, epoch, session.lease, seq).encode(), body]
 
 
-RESULT = encode_body(Result())
+RESULT, REFUSED = encode_body(Result()), encode_body(Refused(RefusalCode.MALFORMED, 1))
+DONE, BYE = encode_body(Done("wake")), encode_body(Bye("STOPPED"))
 WRONG: dict[str, tuple[Callable[[Session], list[bytes]], str]] = {
     "one frame": (lambda _: [b"x"], "of 1 frames"),
     "rubbish": (lambda _: [b"x" * 24, b""], "not on the wire"),
@@ -211,6 +214,7 @@ WRONG: dict[str, tuple[Callable[[Session], list[bytes]], str]] = {
     "another epoch's answer": (frames(Kind.RESULT, RESULT, 1, 7), "of epoch 7 came in epoch 1"),
     "an event of the past": (frames(Kind.EVENT, encode_body(Event("READY", 0))), "an Event of epoch 0"),
     "a second welcome": (frames(Kind.WELCOME, encode_body(Welcome("READY", 1000))), "does not allow 'welcome'"),
+    "an answer to a Sample of none": (frames(Kind.REFUSED, REFUSED, 1), "next to be answered is none"),
     "another's frame": (lambda s: [Header(Kind.RESULT, 0, 1, s.lease ^ 1, 1).encode(), RESULT], "came to lease"),
 }
 
@@ -221,6 +225,51 @@ def test_a_peer_that_breaks_the_spec_is_told_apart(what: str) -> None:
     session = Wire().attach().session
     with pytest.raises(RemoteStateError, match=message):
         session.receive(make(session))
+
+
+def test_an_answer_of_another_kind_than_what_is_unanswered_is_the_peers_mistake() -> None:
+    asked: dict[str, tuple[Callable[[Session], object], Kind, bytes]] = {
+        "that step waits for its Sample": (lambda s: s.step(Step(), sample_follows=True), Kind.RESULT, RESULT),
+        "DONE 1 came: it answers another kind": (lambda s: s.step(Step()), Kind.DONE, DONE),
+        "RESULT 1 came: it answers another kind": (lambda s: s.control(Wake()), Kind.RESULT, RESULT),
+    }
+    for words, (ask, kind, body) in asked.items():
+        session = Wire().attach().session
+        ask(session)
+        with pytest.raises(RemoteStateError, match=words):
+            session.receive(frames(kind, body, 1)(session))
+
+
+@pytest.mark.parametrize("kind", [Kind.RESULT, Kind.REFUSED, Kind.DONE, Kind.EVENT])
+def test_what_comes_before_welcome_or_after_the_end_is_the_peers_mistake(kind: Kind) -> None:
+    body = {Kind.RESULT: RESULT, Kind.REFUSED: REFUSED, Kind.DONE: DONE, Kind.EVENT: encode_body(Event("READY", 1))}[
+        kind
+    ]
+    asking, ended = Session(), Wire().attach().session
+    asking.hello("", False)
+    ended.receive(frames(Kind.BYE, BYE)(ended))
+    for session, state in ((asking, "ATTACHING"), (ended, "ENDED")):
+        with pytest.raises(RemoteStateError, match=f"came for a lease that is {state}"):
+            session.receive(frames(kind, body, 1)(session))
+
+
+def test_the_epoch_of_ping_pong_and_bye_and_the_sequence_of_what_has_none_are_not_looked_at() -> None:
+    session = Wire().attach().session
+    assert session.receive(frames(Kind.PING, b"", 9, 7)(session))[1] is not None
+    assert session.receive(frames(Kind.PONG, b"", 9, 7)(session)) == (None, None)
+    session.receive(frames(Kind.EVENT, encode_body(Event("READY", 1)), 9)(session))
+    session.receive(frames(Kind.BYE, BYE, 9, 7)(session))
+    assert session.ended
+
+
+@pytest.mark.parametrize("code", [ErrorCode.LEASE_ENDED, ErrorCode.BAD_LEASE])
+def test_an_error_that_says_that_there_is_no_lease_ends_it(code: ErrorCode) -> None:
+    session, refused = Wire().attach().session, Session()
+    session.step(Step())
+    session.receive(frames(Kind.ERROR, encode_body(Error(code, 1)))(session))
+    refused.hello("", False)
+    refused.receive(frames(Kind.ERROR, encode_body(Error(ErrorCode.LEASE_HELD)))(refused))
+    assert (session.ended, refused.ended) == (True, True)
 
 
 def test_answers_out_of_order_are_the_peers_mistake() -> None:

@@ -64,6 +64,18 @@ def test_codes_of_exceptions(error: Exception, phase: str, code: ExitCode, trace
     assert describe(error, phase, None, always_trace=True).traceback
 
 
+def test_a_traceback_holds_no_values() -> None:
+    def embed(tokens: list[int]) -> int:
+        return {1: 2}[tokens[0] - tokens[1]]
+
+    tokens = [9_876_543, *range(9_876_544, 9_876_550)]
+    with pytest.raises(KeyError) as caught:
+        embed(tokens)
+    fault = describe(caught.value, "step", None, always_trace=True)
+    assert "tokens[0] - tokens[1]" in fault.traceback
+    assert "98765" not in fault.traceback + fault.message
+
+
 def test_line_for_a_person() -> None:
     assert told(ZeroDivisionError("x")).line == "rank 0, step, step 3: ZeroDivisionError: x"
     assert causes.exited(1, "load", None, Exit(signal="SIGSEGV")).line == "rank 1, load: was killed by SIGSEGV"

@@ -8,6 +8,8 @@ import pytest
 from tests.gang.gangs import tiny_model
 from worker import config as configuration
 from worker.config import GangConfig, resolve, threads_of
+from worker.coordinator.gang_facts import GangFacts
+from worker.gang_messages import KvOffer
 from worker.options import Parser, add_gang_options, byte_count, integers
 
 
@@ -28,6 +30,14 @@ def test_defaults(tmp_path: Path) -> None:
     assert (memory.utilization, memory.kv_bytes, memory.device_bytes, memory.probe) == (0.9, None, None, None)
     assert memory.most == configuration.CPU_MOST_BY_DEFAULT
     assert memory.graphs
+
+
+def test_a_model_whose_path_is_too_long_for_the_wire_is_told_by_its_name(tmp_path: Path) -> None:
+    for folder in (tmp_path / "m", tmp_path / ("a" * 200) / ("b" * 100) / "m"):
+        facts = GangFacts(resolved(tiny_model(folder)))
+        facts.offered([KvOffer(1 << 20, 1 << 10, 64)], "w")
+        assert facts.facts is not None
+        assert facts.facts.model == ("m" if len(str(folder)) > 256 else str(folder))
 
 
 def test_both_spellings(tmp_path: Path) -> None:

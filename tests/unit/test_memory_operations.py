@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from tests.gang.stage_runs import run_workload
 from tests.unit.test_sleep import make
+from tests.unit.test_spec import section, tables
 from tests.unit.test_weight_update import whole_tensors
 from worker.execution.model_runner import ModelRunner
 from worker.gang_messages import Memory
@@ -23,7 +25,7 @@ from worker.parallel.suspension import Communicators
 from worker.rank.memory_operations import MemoryOperations
 from worker.weights.update import digest_of, files_of
 from workerproto.messages import RefusalCode
-from workerproto.operations import Control, Part, Sleep, UpdateBegin, UpdateChunk, UpdateFinish, Wake
+from workerproto.operations import Control, Part, Sleep, UpdateBegin, UpdateChunk, UpdateFinish, Wake, name_of
 from workerproto.steps import Refusal
 
 MIB = 1 << 20
@@ -65,7 +67,11 @@ class House:
     reports: list[Memory] = field(default_factory=list)
 
     def do(self, operation: Control) -> dict[str, object]:
-        return self.operations.prepare(operation)()
+        """Its report has what SPEC.md lists for it, whatever the operation."""
+        report = self.operations.prepare(operation)()
+        (told,) = (row[3] for row in tables(section("22. Operations"))[0] if row[0] == f"`{name_of(operation)}`")
+        assert sorted(report) == sorted(re.findall(r"`(\w+)`", told))
+        return report
 
     def refused(self, operation: Control, code: RefusalCode) -> str:
         with pytest.raises(Refusal) as refusal:

@@ -131,6 +131,7 @@ def test_run_directory_by_environment() -> None:
     assert run_directory({"RANKD_RUN_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
     assert run_directory({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/rankd")
     assert run_directory({}).name == f"rankd-{os.getuid()}"
+    assert run_directory({"RANKD_RUN_DIR": "a"}) == Path.cwd() / "a"
     assert endpoint_of("n", {"RANKD_RUN_DIR": "/a"}) == "ipc:///a/n/sched"
 
 

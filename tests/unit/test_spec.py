@@ -11,6 +11,7 @@ import pytest
 import generate_proto
 from proto_vectors import LIMITS
 from worker.config import FRAME_BYTES, HARD_FRAME_BYTES
+from worker.coordinator.admin import operation_in
 from worker.coordinator.lease import Lease
 from worker.exit_codes import ExitCode
 from worker.rank import status_file
@@ -18,14 +19,15 @@ from workerproto import codec, messages, operations
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
 from workerproto.fields import ArrayBody, MapBody
 from workerproto.messages import ErrorCode, HeaderFlag, Kind, RefusalCode, RowFlag
-from workerproto.rundir import endpoint_of
+from workerproto.rundir import DEFAULT_NAME, endpoint_of
 from workerproto.session import Session
 from workerproto.states import Gang, RemoteStateError
 from workerproto.steps import Refusal
 from workerproto.testing.fake_gang import FakeGang
 from workerproto.validate import StepValidator
 
-SPEC = (Path(__file__).resolve().parents[2] / "proto" / "SPEC.md").read_text(encoding="utf-8")
+SPEC_FILE = Path(__file__).resolve().parents[2] / "proto" / "SPEC.md"
+SPEC = SPEC_FILE.read_text(encoding="utf-8")
 STRUCTS = [
     value
     for value in (vars(messages) | vars(operations)).values()
@@ -108,6 +110,16 @@ def test_every_operation_is_told_and_has_vectors() -> None:
     assert {vector["meaning"]["body"]["op"] for vector in generate_proto.frame_vectors()["control"]} == set(names)
 
 
+def test_an_operator_may_ask_for_what_the_table_says() -> None:
+    told = {row[0].strip("`"): row[2] for row in tables(section("Control"))[0]}
+    least: list[operations.Control] = [
+        operations.ConfigureKv(1), operations.Sleep(), operations.Wake(), operations.UpdateBegin(),
+        operations.UpdateChunk("x"), operations.UpdateFinish("x"), operations.Profile(True), operations.Drain(),
+    ]  # fmt: skip
+    taken = {operations.name_of(one): operation_in([msgspec.json.encode(one)]) is not None for one in least}
+    assert {name: "yes" if takes else "no" for name, takes in taken.items()} == told
+
+
 def test_every_flag_is_told() -> None:
     def flags(heading: str, which: int) -> list[tuple[int, str]]:
         return [(int(row[0]), row[1]) for row in tables(section(heading))[which] if row[1]]
@@ -148,10 +160,31 @@ def test_the_status_file_is_laid_out_as_the_table_says(tmp_path: Path) -> None:
 
 
 def test_the_run_directory_is_the_first_of_three() -> None:
+    assert f"The default name is `{DEFAULT_NAME}`." in section("2. Transport")
     everything = {"RANKD_RUN_DIR": "/run/a", "XDG_RUNTIME_DIR": "/run/b"}
     assert endpoint_of("n", everything) == "ipc:///run/a/n/sched"
     assert endpoint_of("n", everything | {"RANKD_RUN_DIR": ""}) == "ipc:///run/b/rankd/n/sched"
     assert re.fullmatch(r"ipc:///.*/rankd-\d+/n/sched", endpoint_of("n", {}))
+
+
+def test_there_are_no_features_yet() -> None:
+    gang, session = FakeGang(), Session()
+    frame, body = session.hello("", False)
+    gang.receive(b"peer", [frame, body])
+    for kind, said in ((Kind.HELLO, body), (Kind.WELCOME, gang.outbox[0][2])):
+        message = decode_body(kind, said)
+        assert isinstance(message, messages.Hello | messages.Welcome)
+        assert message.features == []
+
+
+def test_ranks_look_for_no_end_of_a_sequence() -> None:
+    """Only a scheduler knows that such a token has come: what judges or computes a step does not ask which it is. (The
+    model's config tells it to whoever reads text.)
+    """
+    root, end = SPEC_FILE.parents[1], re.compile(r"\beos|end_of_(?:seq|text)|stop_token", re.IGNORECASE)
+    judging = [*(root / "proto" / "workerproto").glob("*.py"), *(root / "worker").rglob("*.py")]
+    assert len(judging) > 100
+    assert [path.name for path in judging if end.search(path.read_text(encoding="utf-8"))] == ["model_config.py"]
 
 
 # What the spec promises of answers to mistakes, whatever is in them.
@@ -234,6 +267,22 @@ def judged_by_fake_gang(
     gang.receive(b"peer", [header._replace(seq=seq).encode(), b"\x90"])
     answer = decode_body(*[(decode_header(head).kind, body) for _, head, body in gang.outbox][-1])
     return answer.code if isinstance(answer, messages.Error) else None
+
+
+def test_what_is_taken_in_which_state() -> None:
+    told = re.search(r"Steps are taken in READY alone, a Control in (.*?)\. STOPPED", SPEC, re.DOTALL)
+    assert told
+    control = {Gang(name) for name in re.findall(r"[A-Z_]{3,}", told[1])}
+    for kind, states in ((Kind.STEP, {Gang.READY}), (Kind.CONTROL, control)):
+        lease = Lease(b"peer", 5, "", 0.0)
+        lease.welcome()
+        for state in Gang:
+            taken = True
+            try:
+                lease.judge_ordered(Header(kind, 0, 1, 5, 1), 1, 3, state, barrier=False)
+            except WireError as error:
+                taken = error.code is not ErrorCode.NOT_READY
+            assert taken == (state in states), (kind, state)
 
 
 @pytest.mark.parametrize("judge", [judged_by_coordinator, judged_by_fake_gang])

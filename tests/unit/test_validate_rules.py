@@ -190,6 +190,14 @@ def test_what_the_rules_allow_is_accepted(what: str) -> None:
     standing().check(3, 0, encode_body(ALLOWED[what]))
 
 
+def test_a_resumed_request_samples_as_it_came() -> None:
+    validator, sampling = standing(), Sampling(0.5, 3, 0.9, 0.1, 7, 1)
+    validator.check(3, 0, encode_body(Step(new=[New(8, pack([7]), pack([]), 0, sampling)])))
+    validator.check(4, 0, encode_body(Step(preempted=pack([8]))))
+    accepted = validator.check(5, 0, encode_body(resume(8, 1, [])))
+    assert [started.sampling for started in accepted.started] == [sampling]
+
+
 def test_an_id_is_free_again_from_the_next_step() -> None:
     validator = standing()
     validator.check(3, 0, encode_body(Step(finished=pack([1]))))
