@@ -90,10 +90,14 @@ def test_a_refused_sample_leaves_the_step_to_wait_for_another(house: House) -> N
     scheduler.step()  # before it is known
     for sequence in (1, 2, 3):
         assert house.take()[1] == sequence
+    lease = house.relay.holder
+    assert lease is not None
+    since = lease.sampling.due_since
     refuse(house, 2)
     header, refused = scheduler.receive()
     assert isinstance(refused, Refused)
     assert (header.seq, refused.cause_seq) == (2, 2)
+    assert lease.sampling.due_since > since, "its time begins anew"
     scheduler.step()
     in_error(scheduler, ErrorCode.SAMPLE_DUE)
     sample(scheduler)

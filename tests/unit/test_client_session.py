@@ -272,6 +272,16 @@ def test_an_error_that_says_that_there_is_no_lease_ends_it(code: ErrorCode) -> N
     assert (session.ended, refused.ended) == (True, True)
 
 
+def test_an_error_for_a_frame_that_was_none_of_the_ordered_changes_nothing() -> None:
+    session = Wire().attach().session
+    seq, _ = session.step(Step())
+    received, reply = session.receive(frames(Kind.ERROR, encode_body(Error(ErrorCode.BAD_BODY)))(session))
+    assert (received is not None, reply) == (True, None)
+    assert (session.unanswered, session.held) == (1, True)
+    received, _ = session.receive(frames(Kind.RESULT, RESULT, seq)(session))
+    assert received is not None
+
+
 def test_answers_out_of_order_are_the_peers_mistake() -> None:
     wire = Wire().attach()
     for _ in range(2):

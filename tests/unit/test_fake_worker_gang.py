@@ -20,7 +20,7 @@ from workerproto.messages import (
     Step,
     Welcome,
 )
-from workerproto.operations import Drain
+from workerproto.operations import Drain, UpdateBegin, UpdateFinish
 from workerproto.states import Gang
 from workerproto.testing.fake_gang import FakeGang
 from workerproto.testing.fake_model import continuation
@@ -163,6 +163,18 @@ def test_failure_is_told_with_its_cause(gang: FakeGang) -> None:
     assert event.fault is not None
     assert (event.state, event.fault.message, event.fault.rank) == ("FAILED", "disk full", 1)
     assert code_of(say(gang, Kind.STEP, STEP, seq=1))[0] is ErrorCode.LEASE_ENDED
+
+
+def test_after_a_restart_the_weights_are_those_on_disk(gang: FakeGang) -> None:
+    on_disk = gang.facts.weights_id
+    for seq, operation in enumerate((UpdateBegin(), UpdateFinish("updated"), UpdateBegin()), 1):
+        gang.receive(b"a", [Header(Kind.CONTROL, 0, 1, LEASE, seq).encode(), encode_body(operation)])
+    assert (gang.facts.weights_id, gang.state) == ("updated", Gang.UPDATING)
+    gang.fail(restarts=True)
+    gang.restart()
+    assert (gang.facts.weights_id, gang.facts.weights_valid) == (on_disk, True)
+    answers(gang)
+    assert isinstance(say(gang, Kind.STEP, STEP, seq=4, epoch=2), Result)
 
 
 def test_tokens_follow_from_what_is_seen_and_logprobs_have_their_form(gang: FakeGang) -> None:

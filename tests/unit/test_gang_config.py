@@ -11,6 +11,9 @@ from worker.config import GangConfig, resolve, threads_of
 from worker.coordinator.gang_facts import GangFacts
 from worker.gang_messages import KvOffer
 from worker.options import Parser, add_gang_options, byte_count, integers
+from workerproto.messages import RefusalCode
+from workerproto.operations import ConfigureKv
+from workerproto.steps import Refusal
 
 
 def resolved(model: Path, *options: str) -> GangConfig:
@@ -24,7 +27,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert (config.tp, config.pp, config.partition, config.world_size) == (1, 1, (7,), 1)
     assert (config.device, config.dtype, config.block_size) == ("cpu", "float32", 16)
     assert (config.max_model_len, config.max_model_len_given) == (256, False)
-    assert config.max_steps_in_flight == 3
+    assert (config.max_steps_in_flight, config.limits.sample) == (3, 10.0)
     assert config.max_requests == 4 * config.max_rows
     memory = config.memory
     assert (memory.utilization, memory.kv_bytes, memory.device_bytes, memory.probe) == (0.9, None, None, None)
@@ -38,6 +41,23 @@ def test_a_model_whose_path_is_too_long_for_the_wire_is_told_by_its_name(tmp_pat
         facts.offered([KvOffer(1 << 20, 1 << 10, 64)], "w")
         assert facts.facts is not None
         assert facts.facts.model == ("m" if len(str(folder)) > 256 else str(folder))
+
+
+def test_what_a_cache_cannot_be_is_told_in_the_spec_s_order(tmp_path: Path) -> None:
+    facts = GangFacts(resolved(tiny_model(tmp_path), "--max-model-len", "256"))
+    facts.offered([KvOffer(1 << 20, 1 << 10, 64)], "w")
+    for wrong, field in (
+        (ConfigureKv(65, "HND", 7, 24), "num_blocks"),
+        (ConfigureKv(15, "HND", 7, 24), "layout"),
+        (ConfigureKv(15, "NHD", 7, 24), "alignment"),
+        (ConfigureKv(15, "NHD", 7, 256), "alignment"),
+        (ConfigureKv(15, "NHD", 7, 32), "hash_block_size"),
+        (ConfigureKv(15, "NHD", 8, 32), "num_blocks"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            facts.configure(wrong)
+        assert (caught.value.code, caught.value.field) == (RefusalCode.BAD_ARGUMENT, field)
+    assert facts.configure(ConfigureKv(16, "NHD", 8, 32)).num_blocks == 16
 
 
 def test_both_spellings(tmp_path: Path) -> None:

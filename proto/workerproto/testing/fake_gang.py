@@ -94,6 +94,7 @@ class FakeGang:
     ) -> None:
         """lacks: operations that its ranks have not."""
         self.facts = facts or fake_facts()
+        self._on_disk = self.facts.weights_id
         self.state = Gang.AWAITING_KV if awaits_kv else Gang.READY if ready else Gang.LOADING
         self.epoch = 1
         self.outbox: list[Outgoing] = []
@@ -154,7 +155,7 @@ class FakeGang:
 
     def restart(self, facts: Facts | None = None) -> None:
         """Begin the next epoch, with the same lease, perhaps other facts, and nothing else left of the last one."""
-        self.facts = facts or self.facts
+        self.facts = facts or replace(self.facts, weights_id=self._on_disk, weights_valid=True)
         self._make_ranks()
         self.epoch += 1
         self.state = Gang.STARTING
