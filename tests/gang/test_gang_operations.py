@@ -92,7 +92,9 @@ def test_a_cache_that_the_scheduler_sizes_and_an_end_in_the_stream(run_dir: Path
             states = [one.message.state for one in rest if isinstance(one.message, Event)]
             assert states == ["DRAINING", "STOPPING", "STOPPED"]
             assert [one.seq for one in rest if isinstance(one.message, Done)] == [seq]
-            assert isinstance(rest[-1].message, Bye)
+            bye = rest[-1].message
+            assert isinstance(bye, Bye)
+            assert bye.code == "STOPPED"
         assert running.wait_exit() == 0
         running.wait_nothing_left()
 

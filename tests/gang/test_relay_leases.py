@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.gang.relay_house import CREDIT, EPOCH, STEP, House
+from tests.gang.relay_house import CREDIT, EPOCH, FACTS, STEP, House
 from tests.unit.test_spec import section, tables
 from worker.config import FRAME_BYTES
 from worker.gang_messages import RESET
@@ -98,6 +98,16 @@ def test_the_epoch_of_ping_pong_and_bye_and_their_sequence_are_not_looked_at(hou
     scheduler.send(Kind.BYE, encode_body(Bye()), seq=5, epoch=0)
     scheduler.send(Kind.PING)
     assert scheduler.expect(Error).code is ErrorCode.LEASE_ENDED
+
+
+def test_hello_is_answered_in_every_state_of_the_gang(house: House) -> None:
+    told = {Gang.READY: FACTS, Gang.AWAITING_KV: FACTS}
+    for state in Gang:
+        house.enter(state, facts=FACTS)
+        scheduler = house.scheduler()
+        welcome = scheduler.attach()
+        assert (welcome.state, welcome.facts) == (state, told.get(state))
+        scheduler.bye()
 
 
 @pytest.mark.parametrize("kind", [Kind.BYE, Kind.PING, Kind.PONG])

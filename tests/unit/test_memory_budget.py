@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.test_spec import section
 from worker.memory.budget import Budget, Profile, divide, explicit, requested_bytes
 from worker.memory.last_good import Figure, LastGood
 from worker.memory.ledger import LINES, Books, Holdings
@@ -192,6 +194,12 @@ def test_the_last_good_figure_spares_the_search_and_is_verified(tmp_path: Path) 
     assert runner.captures == 2
     kept.path.write_text("{}")
     assert kept.read() is None
+
+
+def test_the_lines_of_the_ledger_are_those_of_the_spec() -> None:
+    told = re.search(r"the lines that sum to it: (.*?), which may be negative", section("22. Operations"), re.DOTALL)
+    assert told is not None
+    assert tuple(re.findall(r"`(\w+)`", told[1])) == LINES
 
 
 def test_every_line_of_the_ledger_has_its_own_source() -> None:

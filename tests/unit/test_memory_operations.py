@@ -99,16 +99,17 @@ def test_bytes_are_told_and_the_ledger_follows(house: House) -> None:
     holds = house.runner.holdings()
     slept = house.do(Sleep(1, [Part.KV_CACHE]))
     assert slept["freed_bytes"] == holds.kv_cache
-    assert slept["asleep"] == ["kv_cache"]
+    assert (slept["asleep"], slept["weights"]) == (["kv_cache"], "awake")
     assert slept["communicators"] == "not supported"
     assert slept["memory"] == {"weights": holds.weights, "kv_cache": 0, "buffers": holds.buffers}
-    house.do(Sleep(2))
+    assert house.do(Sleep(2))["weights"] == "checkpoint"
     told = house.reports[-1]
     assert told.lines == {"weights": 0, "kv_cache": 0, "buffers": 0}
     assert house.do(Wake([Part.WEIGHTS]))["asleep"] == ["kv_cache", "runtime"]
     woken = house.do(Wake())
     assert (woken["taken_bytes"], woken["asleep"]) == (holds.kv_cache + holds.buffers, [])
     assert house.runner.holdings() == holds
+    assert house.do(Sleep(1))["weights"] == "host"
 
 
 def test_a_wake_that_cannot_work_is_refused_before_anything_wakes(house: House) -> None:

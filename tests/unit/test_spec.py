@@ -15,6 +15,7 @@ from worker.coordinator.admin import operation_in
 from worker.coordinator.lease import Lease
 from worker.exit_codes import ExitCode
 from worker.rank import status_file
+from worker.run_files import RunFiles
 from workerproto import codec, messages, operations
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
 from workerproto.fields import ArrayBody, MapBody
@@ -136,6 +137,9 @@ def test_exit_codes_and_sizes_are_those_of_the_worker() -> None:
 
 
 def test_the_status_file_is_laid_out_as_the_table_says(tmp_path: Path) -> None:
+    files = RunFiles("g", {"RANKD_RUN_DIR": str(tmp_path)}, "01234567", 7)
+    assert files.status(3) == tmp_path / "g" / "01234567.status3"
+    assert "*launch*`.status`*rank*" in section("20. Status files")
     file = tmp_path / "status"
     status_file.create_status_file(file).close()
     writer = status_file.StatusWriter(epoch=7, threads=3)
@@ -157,6 +161,13 @@ def test_the_status_file_is_laid_out_as_the_table_says(tmp_path: Path) -> None:
     assert (told["while loading: bytes of weights done"], told["while loading: bytes of weights in all"]) == (11, 22)
     assert ", ".join(status_file.PHASES) + "." in section("20. Status files")
     assert told["phase"] == status_file.PHASES.index("step")
+
+
+def test_a_coordinator_s_bye_has_one_of_the_codes_that_are_told() -> None:
+    ((cell,),) = ([row[-1] for row in tables(section("Bye"))[0] if row[0] == "`code`"],)
+    sources = (SPEC_FILE.parents[1] / "worker" / "coordinator").glob("*.py")
+    said = {code for path in sources for code in re.findall(r'_end_lease\([\w.]+, "(\w+)"', path.read_text())}
+    assert said == set(re.findall(r"`([A-Z_]+)`", cell))
 
 
 def test_the_run_directory_is_the_first_of_three() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
@@ -77,6 +78,12 @@ def test_an_update_is_the_same_as_having_loaded_the_new_weights(
     tokens = run_workload(runner).tokens
     assert tokens == run_workload(make(dtype, 2)).tokens
     assert tokens != old
+
+
+def test_a_digest_is_over_the_files_in_order_of_name(tmp_path: Path) -> None:
+    for name, content in (("b.safetensors", b"2"), ("a.safetensors", b"1"), ("c.txt", b"3")):
+        (tmp_path / name).write_bytes(content)
+    assert digest_of(files_of(str(tmp_path))) == f"sha256:{hashlib.sha256(b'12').hexdigest()}"
 
 
 def test_what_cannot_be_taken_changes_nothing_and_says_why(tmp_path: Path) -> None:
