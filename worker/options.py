@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ DEVICES = ("auto", "cuda", "cpu", "fake")
 KV_CONFIGS = ("coordinator", "scheduler")
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_LONGEST_S = 1e6
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -125,6 +127,34 @@ def byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1073741824, 512MiB or 2GiB")
     power = _POWERS[(match[2] or "")[:1].lower()]
     return int(float(match[1]) * 1024**power)
+
+
+def whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
+    """The type of an option that is a number from `least` to `most`."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"it is {value}, it must be from {least} to {most}")
+        return value
+
+    number.__name__ = "int"  # for argparse: invalid int value
+    return number
+
+
+def seconds(text: str) -> float:
+    """More than none, and less than a clock overflows at."""
+    value = float(text)
+    if not (0 < value <= _LONGEST_S and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"it is {value:g} s, it must be above 0 and at most {_LONGEST_S:.0f}")
+    return value
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"it is {value:g}, it must be above 0 and at most 1")
+    return value
 
 
 def load_format(text: str) -> str:

@@ -229,10 +229,10 @@ def test_the_timeline_in_a_browser(serving: RunningGang, client: Client, tmp_pat
     assert seen["ticks"] > 3
 
 
-def fetch(gang: RunningGang, path: str) -> tuple[int, str]:
+def fetch(gang: RunningGang, path: str, method: str = "GET") -> tuple[int, str]:
     (address,) = re.findall(r"metrics: (http://127\.0\.0\.1:\d+)/metrics", gang.said)
     try:
-        with urllib.request.urlopen(address + path, timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(address + path, method=method), timeout=10) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -285,6 +285,7 @@ def test_metrics_count_every_step(serving: RunningGang, client: Client) -> None:
 
 def test_probes(serving: RunningGang) -> None:
     assert fetch(serving, "/healthz") == (200, "alive\n")
+    assert fetch(serving, "/healthz", "HEAD") == (200, "")
     assert fetch(serving, "/readyz") == (200, "READY\n")
     assert fetch(serving, "/else")[0] == 404
     pid = serving.rank_pid(0)
@@ -348,7 +349,7 @@ def test_a_profile_is_a_file_a_rank_and_ends_by_itself(serving: RunningGang, cli
         assert (again.returncode, "a profile runs already" in again.stderr) == (78, True)
         assert workerctl(serving.run_dir, "profile", "stop", "--name", "g").returncode == 0
     wrong = workerctl(serving.run_dir, *run, "1001")
-    assert wrong.stderr == "rankd: error: --steps is 1001, it must be from 1 to 1000\n"
+    assert "--steps: it is 1001, it must be from 1 to 1000" in wrong.stderr
     client.submit(decode(1, 8))
     answer_of(client)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.gang.gangs import ROOT, WORKERCTL, environment
 from worker.ctl.__main__ import main
 from worker.ctl.commands import COMMANDS
-from worker.ctl.completion import options_of
+from worker.ctl.completion import actions_of, options_of
 
 HEAVY = ("numpy", "zmq", "asyncio", "uvloop", "torch", "rich", "textual", "prometheus_client", "safetensors")
 
@@ -92,6 +92,47 @@ def test_a_file_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         env=environment(tmp_path), text=True, check=False,
     )  # fmt: skip
     assert (full.returncode, full.stderr) == (78, "rankd: error: No space left on device\n")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "up"])  # whose options `config.resolve` judges
+def test_every_number_has_its_bounds(name: str) -> None:
+    """Else it is a traceback somewhere below: a block of 0 positions, a time that is none."""
+    bare = [action.option_strings for action in actions_of(name) if action.type in (int, float) and not action.choices]
+    assert not bare
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status --watch=inf", "status --watch nan", "profile stop --timeout 1e20", "top --interval 0", "logs -n -1",
+        "plan --model m --gpu-memory 1GB --block-size 0", "plan --model m --gpu-memory 1GB -tp 0", "stacks --rank x",
+        "doctor --gpu-memory-utilization 1.01", "doctor --metrics-port 65536", "trace --steps 4096", "sleep --parts a",
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(command.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (end.value.code, line.endswith(f"(see workerctl {command.split()[0]} --help)")) == (64, True)
+
+
+@pytest.mark.parametrize("command", ["--help", "up --help", "completion bash"])
+def test_a_reader_that_has_seen_enough(command: str, tmp_path: Path) -> None:
+    reader, pipe = os.pipe()
+    os.close(reader)
+    said = subprocess.run(
+        [*WORKERCTL, *command.split()], stdout=pipe, stderr=subprocess.PIPE, env=environment(tmp_path), check=False
+    )
+    os.close(pipe)
+    assert (said.returncode, said.stderr) == (0, b"")
+
+
+def test_a_locale_that_lacks_a_letter(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [*WORKERCTL, "up", "--help"], capture_output=True, env=environment(tmp_path) | {"PYTHONIOENCODING": "ascii"},
+        check=False,
+    )  # fmt: skip
+    assert (said.returncode, said.stderr, b"[--pipeline-partition N,N,\\u2026]" in said.stdout) == (0, b"", True)
 
 
 def test_whose_file_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

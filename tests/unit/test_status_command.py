@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gang.gangs import ROOT
-from worker.ctl import status
+from worker.ctl import admin_client, status, table
 from worker.ctl.admin_client import NoSuchGang
 from worker.exit_codes import ExitCode, Failure
+from worker.run_files import RunFiles
+from workerproto.operations import Drain
 
 RANK: dict[str, Any] = {
     "rank": 0, "node": "n", "pid": 7, "tp": 0, "pp": 0, "device": "cpu", "state": "READY", "phase": "idle",
@@ -66,7 +69,7 @@ def ask(*_):
     except StopIteration:
         raise KeyboardInterrupt
 status.ask = ask
-raise SystemExit(status.show(["--watch", "0"], {}))
+raise SystemExit(status.show(["--watch", "0.01"], {}))
 """
 
 
@@ -92,3 +95,60 @@ def test_watching_draws_in_one_place() -> None:
     assert lines >= 5
     for before, after in pairwise(pictures):
         assert seen[before:after].count(b"\x1b[1A") == lines, "as many lines up as were drawn"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+def test_a_narrow_terminal_shows_every_cell_whole(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """80 columns are what most terminals have, and fewer than the table needs."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    stuck = RANK | {"rank": 31, "state": "STUCK", "step": 123456, "step_age_s": 1234.5, "host_memory_bytes": 5 << 30}
+    rows = status.rows(ANSWER | {"ranks": [RANK, stuck]})
+    table.draw(["g  READY"], status.COLUMNS, rows)
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= width
+    words = [line.split() for line in shown[1:]]
+    for start, of_row in enumerate([status.COLUMNS, *rows]):
+        lines = words[start::3]
+        assert [line[0] for line in lines] == [of_row[0]] * len(lines)
+        assert [word for line in lines for word in line[1:]] == " ".join(of_row[1:]).split()
+    if width >= 80:
+        assert {"state", "phase", "for", "step", "age"} <= set(words[0]), "what is asked first is in the first table"
+
+
+def test_watching_writes_on_where_nothing_can_be_redrawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([ANSWER, ANSWER])
+
+    def ask(*_: object) -> dict[str, Any]:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(status, "ask", ask)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert status.show(["--name", "g", "--watch", "0.01"], {"TERM": "dumb"}) == 0
+    assert capsys.readouterr().out.count("g  READY") == 2
+
+
+@pytest.mark.parametrize("coordinator_answers", [True, False])
+def test_an_operation_that_is_late_says_for_whom(
+    coordinator_answers: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    late = Failure(ExitCode.LIMIT, "the coordinator of 'g', process 7, does not answer within 2 s")
+
+    def ask(_: object, request: object, *__: object) -> dict[str, Any]:
+        if isinstance(request, Drain) or not coordinator_answers:
+            raise late
+        return ANSWER | {"waiting_for": [{"rank": 1, "state": "STOPPED", "phase": "ready", "seconds": 9.0}]}
+
+    monkeypatch.setattr(admin_client, "_ask", ask)
+    with pytest.raises(Failure) as raised:
+        admin_client.operate(RunFiles("g", {"RANKD_RUN_DIR": str(tmp_path)}), Drain(), 2.0)
+    if coordinator_answers:
+        assert "within 2 s, and waits for rank 1 (STOPPED, ready)" in str(raised.value)
+    else:
+        assert raised.value is late

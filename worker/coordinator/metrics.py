@@ -156,6 +156,9 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             timeout = 5  # a stranger that says nothing
 
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
             def do_GET(self) -> None:
                 try:
                     match self.path.partition("?")[0]:
@@ -177,7 +180,8 @@ class Server:
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command != "HEAD":  # as some load balancers ask
+                    self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
                 """A probe every second is no news."""

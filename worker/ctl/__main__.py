@@ -24,9 +24,17 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     open_standard_streams()
+    try:
+        return _run(arguments)
+    except BrokenPipeError:  # the reader of our table, or of a help text, has seen enough
+        _drop_stdout()
+        return ExitCode.OK
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name in ("-h", "--help", "help"):
-        print(usage())
+        print(usage(), flush=True)
         return ExitCode.OK
     command = COMMANDS.get(name)
     if command is None:
@@ -40,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as end:
         if end.code == 0:  # --help
-            print(f"\nexample: {command.example}")
+            print(f"\nexample: {command.example}", flush=True)
         raise
     except (ValueError, Failure) as error:
         if "--traceback" in rest or os.environ.get("RANKD_TRACEBACK") == "1":
@@ -49,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return getattr(error, "code", ExitCode.BAD_CONFIG)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our table has seen enough
-        _drop_stdout()
-        return ExitCode.OK
+    except BrokenPipeError:
+        raise
     except OSError as error:  # of files and folders that a command reads or writes, whichever they are
         if "--traceback" in rest or os.environ.get("RANKD_TRACEBACK") == "1":
             raise

@@ -29,7 +29,18 @@ def operate(files: RunFiles, operation: Control, limit_s: float) -> dict[str, An
     """What an operation of the wire came to, once the gang has carried it out: {"done": …} or {"refused": …}. Raises as
     `ask`.
     """
-    return _ask(files, operation, limit_s)
+    try:
+        return _ask(files, operation, limit_s)
+    except Failure as late:
+        try:
+            waited = ask(files, "status")["waiting_for"]
+        except Failure:
+            raise late from None  # it is the coordinator that does not answer
+        who = ", ".join(f"rank {one['rank']} ({one['state']}, {one['phase']})" for one in waited) or "none of its ranks"
+        raise Failure(
+            ExitCode.LIMIT,
+            f"gang {files.folder.name!r} has not done it within {limit_s:g} s, and waits for {who}; it may do it yet",
+        ) from None
 
 
 def _ask(files: RunFiles, request: Control | dict[str, str], limit_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from worker.options import Parser
+from worker.options import Parser, seconds
 from workerproto.rundir import DEFAULT_NAME
 
 
@@ -28,7 +28,7 @@ def conformance(arguments: Sequence[str], environment: Mapping[str, str]) -> int
     parser.add_argument("--client-key", type=Path, metavar="FILE", help="over tcp: this client's NAME.key_secret")
     parser.add_argument("--only", action="append", metavar="RULE", help="may be given several times")
     parser.add_argument(
-        "--limit", type=float, default=5, metavar="SECONDS", help="to wait for each answer (%(default)s)"
+        "--limit", type=seconds, default=5, metavar="SECONDS", help="to wait for each answer (%(default)s)"
     )
     parser.add_argument(
         "--scheduler", metavar="COMMAND", help="a scheduler, not a gang: run many times, {endpoint} filled in"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from worker.ctl.checks import Finding, host_checks, model_checks, torch_checks
 from worker.ctl.plan import add_sizes, device_bytes
-from worker.options import DEVICES, Parser
+from worker.options import DEVICES, Parser, whole
 from workerproto.rundir import DEFAULT_NAME
 
 _BAD = 1
@@ -24,10 +24,10 @@ def doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="checked too: architecture, files, size")
     parser.add_argument("--name", default=DEFAULT_NAME)
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="T")
-    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="P")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=whole(1), default=1, metavar="T")
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=whole(1), default=1, metavar="P")
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="whether it can be had")
+    parser.add_argument("--metrics-port", type=whole(0, (1 << 16) - 1), metavar="PORT", help="whether it can be had")
     parser.add_argument("--gpu-memory", type=device_bytes, metavar="BYTES", help="instead of what torch finds")
     parser.add_argument("--quick", action="store_true", help="leave torch out, which takes seconds to import")
     add_sizes(parser)

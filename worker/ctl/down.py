@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask, operate
 from worker.exit_codes import ExitCode, Failure
-from worker.options import Parser
+from worker.options import Parser, seconds
 from worker.run_files import RunFiles, lock_holder
 from workerproto.operations import Drain
 from workerproto.rundir import DEFAULT_NAME
@@ -29,7 +29,7 @@ def _end(how: str | Drain, about: str, arguments: Sequence[str], environment: Ma
     parser = Parser(f"workerctl {how if isinstance(how, str) else 'drain'}", about)
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument(
-        "--timeout", type=float, default=60, metavar="SECONDS", help="to wait for its end (%(default)s)"
+        "--timeout", type=seconds, default=60, metavar="SECONDS", help="to wait for its end (%(default)s)"
     )
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)

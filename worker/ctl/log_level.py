@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
 from worker.observe_config import LOG_LEVELS
-from worker.options import Parser
+from worker.options import Parser, whole
 from worker.run_files import RunFiles
 from workerproto.rundir import DEFAULT_NAME
 
@@ -20,7 +20,7 @@ def log_level(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     parser.add_argument("level", choices=LOG_LEVELS)
     parser.add_argument("--name", default=DEFAULT_NAME)
-    parser.add_argument("--rank", type=int, help="of this rank alone; without it of all, and of the coordinator")
+    parser.add_argument("--rank", type=whole(0), help="of this rank alone; without it of all, and of the coordinator")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     rank = "" if options.rank is None else str(options.rank)

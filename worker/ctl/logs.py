@@ -10,7 +10,7 @@ from pathlib import Path
 
 from worker.ctl.tail import Tail
 from worker.observe_config import log_directory
-from worker.options import Parser
+from worker.options import Parser, whole
 from workerproto.rundir import DEFAULT_NAME, gang_directory
 
 _POLL_S = 0.1
@@ -24,8 +24,8 @@ def logs(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where they are, if the gang is not of this host")
-    parser.add_argument("--rank", type=int, help="of this rank alone; without it of all, and of the coordinator")
-    parser.add_argument("--lines", "-n", type=int, default=100, help="the last of each file (%(default)s)")
+    parser.add_argument("--rank", type=whole(0), help="of this rank alone; without it of all, and of the coordinator")
+    parser.add_argument("--lines", "-n", type=whole(0), default=100, help="the last of each file (%(default)s)")
     parser.add_argument("--follow", "-f", action="store_true", help="go on with what comes, until Ctrl-C")
     parser.add_argument("--paths", action="store_true", help="print only where the files are")
     parser.add_argument("--traceback", action="store_true")

@@ -44,7 +44,9 @@ def memory(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         print("\n".join(page(ranks)))
     measured = all(rank["memory"] for rank in ranks)
     if not measured:
-        print(f"rankd: the gang is {answer['state']}: not all ranks have measured yet", file=sys.stderr)
+        unmeasured = any(rank["device"] == "fake" for rank in ranks)
+        why = "a fake device has no memory to measure" if unmeasured else "not all ranks have measured yet"
+        print(f"rankd: the gang is {answer['state']}: {why}", file=sys.stderr)
     return 0 if measured else 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from worker.ctl.status import plain
 from worker.model_config import ModelConfig
-from worker.options import DTYPES, Parser, byte_count
+from worker.options import DTYPES, Parser, byte_count, share, whole
 from worker.sizing import Fit, StepSize, fit
 
 _TP, _PP = (1, 2, 4, 8), (1, 2, 4, 8)
@@ -27,18 +27,17 @@ def plan(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="its config.json is enough")
     parser.add_argument("--gpu-memory", type=device_bytes, required=True, metavar="BYTES", help="141GB, 80GiB, …")
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="T", help="without it several are tried")
-    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, metavar="P", help="likewise")
+    parser.add_argument(
+        "--tensor-parallel-size", "-tp", type=whole(1), metavar="T", help="without it several are tried"
+    )
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=whole(1), metavar="P", help="likewise")
     add_sizes(parser)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     config = ModelConfig.from_folder(options.model)
     dtype = config.dtype if options.dtype == "auto" else options.dtype
-    share = options.gpu_memory_utilization
-    if not 0 < share <= 1:
-        raise ValueError(f"--gpu-memory-utilization is {share:g}, it must be above 0 and at most 1")
-    usable = int(options.gpu_memory * share)
+    usable = int(options.gpu_memory * options.gpu_memory_utilization)
     step = StepSize(options.max_num_batched_tokens, options.max_num_seqs)
     given = options.tensor_parallel_size is not None or options.pipeline_parallel_size is not None
     layouts = [(options.tensor_parallel_size or 1, options.pipeline_parallel_size or 1)] if given else _layouts()
@@ -63,10 +62,10 @@ def plan(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Of a gang, with the defaults of `workerctl up`."""
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of config.json")
-    parser.add_argument("--block-size", type=int, default=16, metavar="POSITIONS", help="(%(default)s)")
-    parser.add_argument("--max-num-seqs", type=int, default=256, metavar="ROWS", help="(%(default)s)")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="(%(default)s)")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(%(default)s)")
+    parser.add_argument("--block-size", type=whole(1), default=16, metavar="POSITIONS", help="(%(default)s)")
+    parser.add_argument("--max-num-seqs", type=whole(1), default=256, metavar="ROWS", help="(%(default)s)")
+    parser.add_argument("--max-num-batched-tokens", type=whole(1), default=2048, metavar="TOKENS", help="(%(default)s)")
+    parser.add_argument("--gpu-memory-utilization", type=share, default=0.9, metavar="SHARE", help="(%(default)s)")
 
 
 def device_bytes(text: str) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, operate
-from worker.options import Parser
+from worker.options import Parser, seconds, whole
 from worker.run_files import RunFiles
 from workerproto.operations import Profile
 from workerproto.rundir import DEFAULT_NAME
@@ -24,12 +24,12 @@ def profile(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     parser.add_argument("action", choices=("start", "stop"))
     parser.add_argument("--name", default=DEFAULT_NAME)
-    parser.add_argument("--steps", type=int, default=50, help="after which it ends by itself, up to 1000 (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="for the ranks (%(default)s)")
+    parser.add_argument(
+        "--steps", type=whole(1, 1000), default=50, help="after which it ends by itself, up to 1000 (%(default)s)"
+    )
+    parser.add_argument("--timeout", type=seconds, default=60, metavar="SECONDS", help="for the ranks (%(default)s)")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
-    if not 1 <= options.steps <= 1000:
-        raise ValueError(f"--steps is {options.steps}, it must be from 1 to 1000")
     operation = Profile(start=options.action == "start", steps=options.steps if options.action == "start" else 0)
     try:
         answer = operate(RunFiles(options.name, environment), operation, options.timeout)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, operate
-from worker.options import Parser
+from worker.options import Parser, seconds
 from worker.run_files import RunFiles
 from workerproto.operations import Control, Part, Sleep, Wake
 from workerproto.rundir import DEFAULT_NAME
@@ -34,13 +35,16 @@ def _parser(command: str, about: str) -> Parser:
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--parts", type=_parts, default=[], metavar="PART,…", help=f"{', '.join(Part)}; default: all")
     parser.add_argument("--json", action="store_true", help="the answer as one JSON object")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds (%(default)s)")
+    parser.add_argument("--timeout", type=seconds, default=300, metavar="SECONDS", help="for the ranks (%(default)s)")
     parser.add_argument("--traceback", action="store_true")
     return parser
 
 
 def _parts(text: str) -> list[Part]:
-    return [Part(name) for name in text.split(",")]
+    try:
+        return [Part(name) for name in text.split(",")]
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a list of {', '.join(Part)}") from None
 
 
 def _ask(operation: Control, name: str, limit_s: float, environment: Mapping[str, str], *, as_json: bool) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG
-from worker.options import Parser
+from worker.options import Parser, whole
 from worker.rank.stacks import collect
 from worker.rank.status_file import read_status
 from worker.run_files import RunFiles, lock_holder
@@ -22,7 +22,7 @@ def stacks(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "Python stacks of every thread of every rank, and of the coordinator, most recent call first. "
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
-    parser.add_argument("--rank", type=int, help="of this rank alone")
+    parser.add_argument("--rank", type=whole(0), help="of this rank alone")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     files = RunFiles(options.name, environment)

@@ -12,14 +12,16 @@ from typing import Any
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
 from worker.exit_codes import Failure
 from worker.health import FAILED, health
-from worker.options import Parser
+from worker.options import Parser, seconds
 from worker.run_files import RunFiles
 from workerproto.rundir import DEFAULT_NAME
 
+_DUMB = ("dumb", "unknown")  # terminals in which nothing can be redrawn: rich would show nothing at all
 COLUMNS = (
-    "rank", "node", "pid", "tp", "pp", "device", "state", "phase", "for", "step", "age", "steps", "compute", "prev",
-    "sched", "graphs", "kv", "host", "threads",
+    "rank", "tp", "pp", "state", "phase", "for", "step", "age", "steps", "compute", "prev", "sched", "graphs", "kv",
+    "host", "device", "threads", "pid", "node",
 )  # fmt: skip
+"""What is asked first comes first: a narrow terminal shows it in the first of several tables."""
 
 
 def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -32,13 +34,14 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--json", action="store_true", help="one object (with --watch one a line), see docs/status.md")
-    parser.add_argument("--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="again and again (1)")
+    parser.add_argument("--watch", nargs="?", type=seconds, const=1.0, metavar="SECONDS", help="again and again (1)")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     files = RunFiles(options.name, environment)
     again = options.watch is not None
+    dumb = environment.get("TERM", "").lower() in _DUMB
     with ExitStack() as stack:
-        show = _printer(as_json=options.json, again=again, stack=stack)
+        show = _printer(as_json=options.json, again=again, dumb=dumb, stack=stack)
         try:
             while True:
                 answer = ask(files, "status")
@@ -59,10 +62,10 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return health(answer)[0]
 
 
-def _printer(*, as_json: bool, again: bool, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
+def _printer(*, as_json: bool, again: bool, dumb: bool, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
     if as_json:
         return lambda answer: print(json.dumps(answer, indent=None if again else 2), flush=True)
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or dumb:
         return lambda answer: print("\n".join([*heading(answer), *plain([COLUMNS, *rows(answer)])]), flush=True)
     from worker.ctl import table  # rich, which takes longer than all the rest
 
@@ -92,7 +95,8 @@ def heading(answer: dict[str, Any]) -> list[str]:
         seconds = "" if one["seconds"] is None else f" for {one['seconds']:.1f} s"
         lines.append(f"waiting for rank {one['rank']}: {one['state']}, {one['phase']}{seconds}")
     if fault := answer["last_fault"]:
-        lines.append(f"fault: rank {fault['rank']}, {fault['phase']}: {fault['message']}")
+        who = "" if fault["rank"] is None else f"rank {fault['rank']}, "
+        lines.append(f"fault: {who}{fault['phase']}: {fault['message']}")
     return lines
 
 
@@ -111,11 +115,11 @@ def _cells(rank: dict[str, Any]) -> list[str]:
         phase += f": {rank['doing']}"
     shares = rank["time_shares"]
     return [
-        *(text(rank[name]) for name in ("rank", "node", "pid", "tp", "pp", "device", "state")), phase,
+        *(text(rank[name]) for name in ("rank", "tp", "pp", "state")), phase,
         _seconds(rank["phase_s"]), text(rank["step"]), _seconds(rank["step_age_s"]), text(rank["steps_done"]),
         *(f"{shares[name]:.0%}" for name in ("compute", "previous_stage", "scheduler")),
         "-" if rank["graph_hit_rate"] is None else f"{rank['graph_hit_rate']:.0%}", _mebibytes(rank["kv_bytes"]),
-        _mebibytes(rank["host_memory_bytes"]), text(rank["threads"]),
+        _mebibytes(rank["host_memory_bytes"]), *(text(rank[name]) for name in ("device", "threads", "pid", "node")),
     ]  # fmt: skip
 
 

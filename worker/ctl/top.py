@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang, ask
 from worker.observe_config import log_directory
-from worker.options import Parser
+from worker.options import Parser, seconds
 from worker.run_files import RunFiles
 from workerproto.rundir import DEFAULT_NAME
 
@@ -19,10 +19,12 @@ def top(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "Watch a gang in the terminal: ranks, the pipeline of the last steps, memory, events and logs. q ends it.",
     )
     parser.add_argument("--name", default=DEFAULT_NAME)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="(%(default)s)")
+    parser.add_argument("--interval", type=seconds, default=1.0, metavar="SECONDS", help="(%(default)s)")
     parser.add_argument("--traceback", action="store_true")
     options = parser.parse_args(arguments)
     files = RunFiles(options.name, environment)
+    if not sys.stdout.isatty():
+        raise ValueError("stdout is no terminal, which top draws in; workerctl status --watch writes into a pipe too")
     try:
         ask(files, "status")
     except NoSuchGang as error:

@@ -84,7 +84,9 @@ class TopApp(App[None]):
         if not self.query("#events"):
             return  # it is closing
         if not self._gone:
-            self.query_one("#events", RichLog).write(f"{time.strftime('%H:%M:%S')} {why}")
+            now = time.strftime("%H:%M:%S")
+            self.query_one("#events", RichLog).write(f"{now} {why}")
+            self.query_one("#heading", Static).update(f"{why}\nwhat is below was so until {now}")
         self._gone = True
 
     def _draw(self, answer: dict[str, Any], rings: Rings | None, lines: list[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from worker.ctl.admin_client import NO_SUCH_GANG, NoSuchGang
-from worker.options import Parser
+from worker.options import Parser, whole
 from worker.run_files import RunFiles
 from worker.step_trace import SLOTS
 from workerproto.rundir import DEFAULT_NAME
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def add_ring_options(parser: Parser) -> None:
     parser.add_argument("--name", default=DEFAULT_NAME)
     most = SLOTS - 1
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help=f"the last N, up to {most} (%(default)s)")
+    parser.add_argument(
+        "--steps", type=whole(1, most), default=200, metavar="N", help=f"the last N, up to {most} (%(default)s)"
+    )
     parser.add_argument("--failed", action="store_true", help="of its last failure, from the report; it may be gone")
     parser.add_argument("--traceback", action="store_true")
 
 
 def rings_for(options: Namespace, environment: Mapping[str, str]) -> Rings:
     """Raises NoSuchGang; ValueError: no steps yet, or a number of steps that is not kept."""
-    if not 1 <= options.steps < SLOTS:
-        raise ValueError(f"--steps is {options.steps}, it must be from 1 to {SLOTS - 1}: so many are kept")
     from worker.ctl.rings import failed_rings, read_rings
 
     files = RunFiles(options.name, environment)  # raises ValueError for a name that cannot be one
@@ -55,10 +55,10 @@ def trace(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return NO_SUCH_GANG
     from worker.ctl.trace_events import whole_trace
 
-    whole = whole_trace(options.name, rings)
+    events = whole_trace(options.name, rings)
     if options.output is None:
-        print(json.dumps(whole))
+        print(json.dumps(events))
     else:
         with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(whole, file)
+            json.dump(events, file)
     return 0
