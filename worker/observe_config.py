@@ -9,6 +9,7 @@ from pathlib import Path
 
 from workerproto.rundir import run_directory
 
+_LEAST_BYTES = 1 << 12  # of a recording: what it says of its gang, and some steps
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -66,6 +67,10 @@ def resolve_observe(options: argparse.Namespace, environment: Mapping[str, str])
         raise ValueError(f"--metrics-port is {port}, it must be from 0 to 65535")
     recording = None
     if options.record is not None:
+        if options.record.is_dir():
+            raise ValueError(f"--record {options.record} is a folder: name a file in it")
+        if options.record_bytes < _LEAST_BYTES:
+            raise ValueError(f"--record-bytes is {options.record_bytes}, it must be at least {_LEAST_BYTES}")
         recording = RecordConfig(options.record.absolute(), options.record_bytes, not options.record_without_tokens)
     return ObserveConfig(
         log_dir=(options.log_dir or log_directory(options.name, environment)).absolute(),

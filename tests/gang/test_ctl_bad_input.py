@@ -72,6 +72,8 @@ def test_broken_json(run_dir: Path, tmp_path: Path) -> None:
         (["--gpu-memory-utilization", "1.5"], 78, "--gpu-memory-utilization is 1.5, it must be above 0 and at most 1"),
         (["--step-timeout", "nan"], 78, "--step-timeout is nan s"),
         (["--seed", "-1"], 78, "--seed is -1"),
+        (["--record", "/"], 78, "--record / is a folder"),
+        (["--record", "/r", "--record-bytes", "0"], 78, "--record-bytes is 0, it must be at least 4096"),
         (["--dtype", "float16", "--device", "cpu"], 78, "--dtype is float16, which is not computed on cpu"),
         (["--name", "a/b"], 78, "gang name 'a/b' must be"),
         (["--kv-cache-memory-bytes", "lots"], 64, "'lots' is not a number of bytes"),

@@ -113,8 +113,10 @@ def test_the_first_difference_is_named_with_its_margin(other: RunningGang, recor
     assert (first["lease"], first["step"], first["request"], first["position"]) == (2, 7, 2, 8)
     assert first["recorded"] != first["replayed"]
     assert first["margin"] == pytest.approx(margin_by_hand(other), rel=1e-4)
+    assert first["temperature"] == 1.0
     said = workerctl(other.run_dir, "replay", str(file), "--name", "b")
     assert "1 of 48 sampled tokens differ; first in step 7 of lease 2, request 2, position 8" in said.stdout
+    assert "; drawn at temperature 1, where" in said.stdout
 
 
 def changed(recording: Recording, frame: Frame) -> bytes:
@@ -230,3 +232,4 @@ def test_margins_are_between_tokens_that_a_grammar_allows(other: RunningGang, re
     assert isinstance(first, dict)
     assert (code, answer["same"], first["step"]) == (1, 4, 2 * place + 1)
     assert first["margin"] == pytest.approx(by_hand[place], rel=1e-4)
+    assert first["temperature"] == 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
@@ -14,19 +16,24 @@ from workerproto.masks import words_of
 from workerproto.messages import Kind, New, Result, RowFlag, Sample, Step
 
 
-def margin_at(endpoint: str, recording: Recording, survey: Survey, first: Difference) -> float | None:
-    """How far apart the two best logits are where the first difference is, of tokens that its masks allow: its lease is
-    fed again up to that step, with logprobs asked for. None if no token was sampled there, or the gang gives too few.
-    """
+class Margin(NamedTuple):
+    """margin: how far apart the two best logits are, of tokens that the masks allow; None if the gang gives too few.
+    temperature: of that request; above 0 a token is drawn, and two draws may be a near tie where two logits are not."""
+
+    margin: float | None
+    temperature: float
+
+
+def margin_at(endpoint: str, recording: Recording, survey: Survey, first: Difference) -> Margin | None:
+    """Where the first difference is: its lease is fed again up to there, with logprobs. None if it is no token's."""
     if first.request is None:
         return None
     result, step, masks = None, Step(), None
     wants: dict[int, int] = {}
     leases = Leases()
+    temperature = 0.0
     with Client(endpoint, name="workerctl replay") as client:
         facts = client.wait_ready(LIMIT_S)
-        if facts.limits.logprobs < 2:
-            return None
         for frame in recording.frames():
             of_lease = leases.number(frame) == first.lease
             if not of_lease or frame.header.kind is not Kind.STEP or frame.header.seq > first.step:
@@ -37,13 +44,14 @@ def margin_at(endpoint: str, recording: Recording, survey: Survey, first: Differ
             assert isinstance(message, Step)
             step = _with_logprobs(message, facts.limits.logprobs)
             wants |= {new.id: new.sampling.logprobs for new in step.new}
+            temperature = next((new.sampling.temperature for new in step.new if new.id == first.request), temperature)
             masks = masks_of(recording, survey, frame)
             submit(client, recording, survey, frame, step)
         while client.unanswered:
             received = receive(client)
             result = received.message if received is not None else None
-    if not isinstance(result, Result):
-        return None
+    if not isinstance(result, Result) or facts.limits.logprobs < 2:
+        return Margin(None, temperature)
     before = 0
     ids, flags = unpack(step.ids), unpack(step.row_flags)
     for row, (request, flag) in enumerate(zip(ids.tolist(), flags.tolist(), strict=True)):
@@ -55,9 +63,9 @@ def margin_at(endpoint: str, recording: Recording, survey: Survey, first: Differ
             likeliest, values = unpack(result.logprob_ids)[place], unpack_floats(result.logprob_values)[place]
             best = values[_allowed(masks, row, facts.vocabulary)[likeliest]][:2]
             # Logarithms of one softmax: what they were divided by falls out.
-            return float(best[0] - best[1]) if len(best) == 2 else None
+            return Margin(float(best[0] - best[1]) if len(best) == 2 else None, temperature)
         before += count
-    return None
+    return Margin(None, temperature)
 
 
 def _allowed(masks: Sample | None, row: int, vocabulary: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

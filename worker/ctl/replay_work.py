@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.ctl.admin_client import NO_SUCH_GANG
-from worker.ctl.replay_margin import margin_at
+from worker.ctl.replay_margin import Margin, margin_at
 from worker.ctl.replay_run import Difference, Outcome, replay_all
 from worker.ctl.replay_survey import Survey, survey
 from worker.recording import Recording
@@ -76,7 +76,7 @@ def refuse_misfit(recording: Recording, found: Survey, here: Facts, *, any_weigh
             raise Misfit(f"the recording needs {wanted} {name}, the gang has {has}: start it with as many")
 
 
-def _answer(found: Survey, outcome: Outcome, seconds: float, margin: float | None) -> dict[str, Any]:
+def _answer(found: Survey, outcome: Outcome, seconds: float, margin: Margin | None) -> dict[str, Any]:
     first = outcome.first
     return {
         "steps": outcome.steps,
@@ -92,7 +92,9 @@ def _answer(found: Survey, outcome: Outcome, seconds: float, margin: float | Non
         "recorded_seconds": round(found.seconds, 6),
         "steps_per_s": round(outcome.steps / seconds, 2),
         "tokens_per_s": round(outcome.tokens / seconds, 2),
-        "first_difference": None if first is None else first._asdict() | {"margin": margin},
+        "first_difference": None
+        if first is None
+        else first._asdict() | (margin or Margin(None, 0.0))._asdict(),
     }
 
 
@@ -117,6 +119,8 @@ def _said(answer: dict[str, Any], first: Difference | None) -> str:
     else:
         margin = answer["first_difference"]["margin"]
         close = "not known" if margin is None else f"{margin:.6g}"
+        if temperature := answer["first_difference"]["temperature"]:
+            close += f"; drawn at temperature {temperature:g}, where two draws may be a near tie and two logits not"
         lines.append(
             f"{answer['compared'] - answer['same']} of {answer['compared']} sampled tokens differ; first in step "
             f"{first.step} of lease {first.lease}, request {first.request}, position {first.position}: "
