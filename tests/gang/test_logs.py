@@ -84,6 +84,23 @@ def test_a_level_changes_while_it_runs_and_logs_are_followed(serving: RunningGan
     assert workerctl(serving.run_dir, "log-level", "info", "--name", "nobody").returncode == 3
 
 
+def test_ranks_that_come_later_are_followed_too(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "coordinator.log").write_text("first\n")
+    follow = subprocess.Popen(
+        [*WORKERCTL, "logs", "--name", "g", "--log-dir", str(tmp_path), "-f"], env=environment(run_dir),
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert follow.stdout is not None
+    try:
+        assert follow.stdout.readline() == "coordinator | first\n"
+        (tmp_path / "rank0.log").write_text("second\n")
+        assert follow.stdout.readline() == "rank0 | second\n"  # the test's own limit ends it
+    finally:
+        follow.kill()
+        follow.wait(10)
+        follow.stdout.close()
+
+
 def test_json_on_every_line_and_logs_of_a_failure_stay(run_dir: Path, tmp_path: Path) -> None:
     options = ["--device", "fake", "--log-format", "json", "--metrics-port", "0"]
     with gang(run_dir, tmp_path, *options, pp=2, RANKD_FAULT="rank=1;at=warmup;do=signal:SIGABRT") as running:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from worker.ctl.tail import Tail
@@ -32,9 +33,7 @@ def logs(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     options = parser.parse_args(arguments)
     gang_directory(options.name, environment)  # a name that cannot be one
     folder = options.log_dir or log_directory(options.name, environment)
-    there = os.listdir(folder) if folder.exists() else []  # glob would pass over one that cannot be read
-    names = sorted((name for name in there if name.endswith(".log")), key=lambda name: (len(name), name))
-    paths = [folder / name for name in names]
+    paths = _files(folder)
     if not paths:
         print(f"rankd: error: no gang {options.name!r} has logged in {folder}; --log-dir if another", file=sys.stderr)
         return 3
@@ -46,20 +45,34 @@ def logs(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if options.paths:
         print("\n".join(map(str, paths)))
         return 0
-    tails = [(f"{path.stem} | " if len(paths) > 1 else "", Tail(path)) for path in paths]
-    for name, tail in tails:
-        _print(name, tail.last(options.lines))
+    tails = {path: Tail(path) for path in paths}
+    alone = options.rank is not None
+    for path, tail in tails.items():
+        _print(path, tail.last(options.lines), alone=alone)
         if not options.follow:
-            _print(name, [line.decode(errors="replace") for line in tail.rest()])
+            _print(path, [line.decode(errors="replace") for line in tail.rest()], alone=alone)
     while options.follow:
-        found = [_print(name, tail.more()) for name, tail in tails]
-        if not any(found):
-            time.sleep(_POLL_S)
+        found = [_print(path, tail.more(), alone=alone) for path, tail in tails.items()]
+        if any(found):
+            continue
+        time.sleep(_POLL_S)
+        for path in () if alone else _files(folder):  # ranks of a gang that is only starting, or has become larger
+            if path not in tails:
+                with suppress(FileNotFoundError):  # gone again
+                    tails[path] = Tail(path)
     return 0
 
 
-def _print(name: str, lines: list[str]) -> bool:
-    """name: in front of each, since some do not say of which rank they are, such as NCCL's. Whether there were any."""
+def _files(folder: Path) -> list[Path]:
+    there = os.listdir(folder) if folder.exists() else []  # glob would pass over one that cannot be read
+    names = sorted((name for name in there if name.endswith(".log")), key=lambda name: (len(name), name))
+    return [folder / name for name in names]
+
+
+def _print(path: Path, lines: list[str], *, alone: bool) -> bool:
+    """Unless it is alone with the file's name in front, since some lines do not say of which rank they are, such as
+    NCCL's. Whether there were any."""
+    name = "" if alone else f"{path.stem} | "
     for line in lines:
         print(name + line, flush=True)
     return bool(lines)
