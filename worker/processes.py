@@ -82,6 +82,12 @@ def exit_when_asked(first: Callable[[], None] = lambda: None) -> None:
         signal.signal(number, leave)
 
 
+def die_when_asked() -> None:
+    """By the signal itself, until an event loop takes over: whoever started this process and reaps it sees which."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def allow_descriptors() -> None:
     """As many as this process may have at all, within reason: each connection takes one, and libzmq aborts the process
     if there is none left."""

@@ -96,7 +96,8 @@ def test_a_rank_that_never_lets_go_of_the_interpreter(run_dir: Path, tmp_path: P
 def test_environment_that_is_kept() -> None:
     given = {
         "RANKD_RUN_DIR": "/r", "CUDA_VISIBLE_DEVICES": "0", "NCCL_SOCKET_IFNAME": "eth0", "HTTP_PROXY": "http://u:p@h",
-        "OMP_NUM_THREADS": "2", "RANKD_KEY_FILE": "x", "TORCH_TOKEN": "x", "HOME": "/h", "PYTHONPATH": "http://u:p@host/x",
+        "OMP_NUM_THREADS": "2", "RANKD_KEY_FILE": "x", "TORCH_TOKEN": "x", "HOME": "/h", "PYTHONPATH": "http://u:p@w@host/x",
+        "CUDA_PWD": "x",
     }  # fmt: skip
     assert kept_environment(given) == {
         "CUDA_VISIBLE_DEVICES": "0", "NCCL_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "2", "PYTHONPATH": "http://host/x",

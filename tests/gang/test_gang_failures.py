@@ -5,6 +5,7 @@ torch, unless it is what may be in the way. What befalls ranks is in tests/fault
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,19 @@ def test_asked_to_stop(run_dir: Path, tmp_path: Path, to: str) -> None:
             assert states == ["DRAINING", "STOPPING"]
         assert running.wait_exit() == 0, running.said
         running.wait_nothing_left()
+        assert not running.errors()
+
+
+def test_a_rank_is_asked_to_stop_before_it_can_tell(run_dir: Path, tmp_path: Path) -> None:
+    """As a service manager does, which signals every process: whichever of them is seen first, nothing has failed."""
+    with gang(run_dir, tmp_path, *FAKE, tp=2) as running:
+        running.wait_said("started 2 ranks")
+        started = re.search(r"processes (\d+), (\d+)", running.said)
+        assert started is not None
+        os.kill(int(started[2]), signal.SIGTERM)
+        assert running.wait_exit() == 0, running.said
+        running.wait_nothing_left()
+        assert "stopping: rank 1 got SIGTERM" in running.said
         assert not running.errors()
 
 

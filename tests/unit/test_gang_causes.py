@@ -157,6 +157,7 @@ def test_fault_points_that_are_never_reached(text: str, match: str) -> None:
         "rank=0",
         "rank=0;at=moon;do=raise",
         "rank=0;at=step;do=fly",
+        "rank=0;at=step;do=sleep:inf",
         "rank=0;at=step;n=0;do=raise",
         "rank=0;at=step;do=signal:X",
         "rank=0;at=load;do=corrupt",

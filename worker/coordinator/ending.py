@@ -16,6 +16,7 @@ from worker.coordinator.rank import Rank
 from worker.coordinator.relay import Relay
 from worker.coordinator.spawn import Exit
 from worker.exit_codes import ExitCode
+from worker.processes import STOP_SIGNALS
 from worker.rank.stacks import collect as collect_stacks
 from workerproto.states import Gang as GangState
 from workerproto.states import GangEvent, Machine
@@ -25,6 +26,7 @@ SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the
 STOP_S = 5.0  # for a clean end of the ranks after STOP
 STUCK_S = 1.0  # the same, if nothing is to be waited for, or in vain
 ONE_WISH_S = 0.1  # signals to stop that come as close as this are one: a process group gets it, and its leader again
+_STOP_NAMES = {number.name for number in STOP_SIGNALS}
 
 
 class Ending:
@@ -71,6 +73,8 @@ class Ending:
         one = self._ranks[rank]
         if self._machine.state is GangState.STOPPING or one.told:
             return
+        if one.hello is None and end.signal in _STOP_NAMES:  # which it could not tell of; a service manager signals all
+            return self.stop(f"rank {rank} got {end.signal}")
         status = one.status
         phase, step = (status.phase, status.step) if status else (one.phase, None)
         self.fail(causes.exited(rank, phase, step, end))

@@ -40,8 +40,8 @@ _STEERING = re.compile(
     r"(RANKD|CUDA|NVIDIA|NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|TRITON|FLASHINFER|OMP|GOMP|MKL|KMP|OPENBLAS|MALLOC|PYTHON)"
     r"(_.*|[A-Z]*)?|LD_LIBRARY_PATH|LD_PRELOAD|RANK|WORLD_SIZE|LOCAL_\w+|MASTER_\w+|XDG_RUNTIME_DIR|TMPDIR|LANG|LC_\w+"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
-_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]*@")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s]*@")
 _PACKAGES = ("rankd", "torch", "pyzmq", "msgspec", "numpy", "uvloop", "safetensors", "psutil")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ def _parse_one(text: str) -> _Fault:
         action, _, value = do.partition(":")
         valid = not fields and {
             "raise": lambda: value in ("", "MemoryError"),
-            "sleep": lambda: float(value) >= 0,
+            "sleep": lambda: 0 <= float(value) <= threading.TIMEOUT_MAX,
             "exit": lambda: 0 <= int(value) < 256,
             "signal": lambda: value in signal.Signals.__members__,
             "corrupt": lambda: not value and at in ("step", "send"),

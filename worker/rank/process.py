@@ -115,7 +115,8 @@ class _RankProcess:
     def _asked_to_stop(self, number: signal.Signals) -> None:
         self._control.report(StopAsked(number.name))
         # Without a coordinator there is no gang yet that would have to end in order.
-        self._loop.call_later(STOP_GRACE_S if self._welcomed else 0, self._finish, ExitCode.OK)
+        has_coordinator = self._welcomed or self._place.spawned
+        self._loop.call_later(STOP_GRACE_S if has_coordinator else 0, self._finish, ExitCode.OK)
 
     async def _beat(self) -> None:
         while True:
