@@ -47,6 +47,12 @@ def test_what_would_stop_a_gang(run_dir: Path, tmp_path: Path) -> None:
     assert "workerctl plan" in bad["size"]["advice"]
     code, findings = doctor(run_dir, "--model", str(model), "-tp", "5")
     assert (code, "12 / 5 = 2.4" in findings[-1]["found"]) == (1, True)
+    too_long = run_dir / ("long" * 25)  # for a socket's path: one finding among the others
+    too_long.mkdir()
+    code, findings = doctor(too_long)
+    (long,) = (finding for finding in findings if finding["verdict"] == "bad")
+    assert (code, long["check"], len(findings) > 3) == (1, "run directory", True)
+    assert long["advice"].startswith("set RANKD_RUN_DIR to a shorter folder")
 
 
 def test_weight_files(tmp_path: Path) -> None:

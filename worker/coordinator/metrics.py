@@ -188,6 +188,7 @@ class Server:
 
         class Listener(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 128  # of 5: a burst would wait a second for its SYN to be sent again
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         self._server = Listener((host, port), Handler)

@@ -53,7 +53,11 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _run_directory(name: str, environment: Mapping[str, str]) -> Finding:
-    files = RunFiles(name, environment)  # raises ValueError where a socket's path would be too long
+    try:
+        files = RunFiles(name, environment)
+    except ValueError as error:  # a name that cannot be one; or a socket's path would be too long
+        found, _, advice = str(error).partition("; ")
+        return Finding("run directory", "bad", found, advice or "give another --name")
     holder = lock_holder(files)
     if holder is not None:
         return Finding(
