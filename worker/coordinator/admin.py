@@ -112,11 +112,14 @@ def _waited(one: Rank) -> dict[str, Any]:
 
 
 def _state(gang: Gang, one: Rank, part: str) -> str:
-    """Its condition; or STUCK, in one step for suspiciously long; or WAITING, likewise, but for another rank."""
-    condition, status = one.condition, one.status
-    if condition == "READY" and status and status.phase in ("step", "reset"):
-        if status.phase_s > min(STUCK_S, gang.config.limits.step / 2):
+    """Its condition; or STUCK, in one step or operation for suspiciously long; or WAITING, in a step likewise, but for
+    another rank."""
+    condition, status, half = one.condition, one.status, gang.config.limits.step / 2
+    if condition == "READY" and status:
+        if status.phase in ("step", "reset") and status.phase_s > min(STUCK_S, half):
             return "WAITING" if part == PARTS["built"] else "STUCK"
+        if status.phase == "operation" and status.phase_s > half:  # it moves whole models
+            return "STUCK"
     return condition
 
 
