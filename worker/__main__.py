@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from worker.exit_codes import ExitCode, Failure
 from worker.logs import log_to, log_to_terminal
-from worker.processes import die_when_asked, die_with_parent, exit_when_asked, parent_identity, refuse_core_dumps
+from worker.processes import die_when_asked, die_with_parent, parent_identity, refuse_core_dumps
 from worker.rank.stacks import offer as offer_stacks
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ def main() -> NoReturn:
     # First of all, since in the time that imports take, Ctrl-C may be pressed and a launcher killed: from then on the
     # parent is whoever reaps orphans.
     environment = os.environ
-    if "RANKD_PARENT" in environment:
-        die_when_asked()
-    else:
-        exit_when_asked()
+    die_when_asked()
     if environment.get("LOCAL_RANK", "0") != "0":
         die_with_parent()  # not the first rank of a host: someone has to sweep up
     parent = parent_identity()

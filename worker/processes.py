@@ -71,21 +71,17 @@ def wanted_stop_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in STOP_SIGNALS if number is signal.SIGTERM or number not in ignored)
 
 
-def exit_when_asked(first: Callable[[], None] = lambda: None) -> None:
-    """On any of STOP_SIGNALS do what is to be done `first` and exit 0 at once, until an event loop takes over."""
+def die_when_asked(first: Callable[[], None] = lambda: None) -> None:
+    """On any of STOP_SIGNALS do what is to be done `first` and end at once, until an event loop takes over. By the
+    signal itself: a launcher takes exit code 0 for a rank that is done, and waits for the others."""
 
-    def leave(_number: int, _frame: FrameType | None) -> None:
+    def leave(number: int, _frame: FrameType | None) -> None:
         first()
-        os._exit(0)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave)
-
-
-def die_when_asked() -> None:
-    """By the signal itself, until an event loop takes over: whoever started this process and reaps it sees which."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def allow_descriptors() -> None:

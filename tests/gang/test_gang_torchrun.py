@@ -151,6 +151,16 @@ def the_coordinator_is_killed(run_dir: Path, folder: Path) -> None:
         assert re.search(r"exitcode +: 82", running.said), "as torchrun shows it"
 
 
+@case
+def a_rank_is_asked_to_stop_as_it_begins(run_dir: Path, folder: Path) -> None:
+    """However early: nobody waits for it until the start-up limit."""
+    with by_torchrun(run_dir, folder, "--startup-timeout", "120") as running:
+        running.wait_for_ranks(2)
+        running.processes("worker")[-1].terminate()
+        running.wait_exit(30)
+        running.wait_nothing_left(5)
+
+
 def interrupted(run_dir: Path, folder: Path, moment: str) -> None:
     """Ctrl-C. torchrun passes it on, waits half a minute, and then kills."""
     with by_torchrun(run_dir, folder) as running:

@@ -21,7 +21,7 @@ def test_coordinator_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(coordinator_start, "START_LIMIT_S", 0.3)
     monkeypatch.setattr(coordinator_start, "END_LIMIT_S", 0.3)
-    monkeypatch.setattr(coordinator_start, "exit_when_asked", lambda first: None)  # pytest is not a rank
+    monkeypatch.setattr(coordinator_start, "die_when_asked", lambda first: None)  # pytest is not a rank
     before = set(psutil.Process().children())
     place = Place(0, 1, 0, 1, "localhost", 29500, 1, "abcdef01", os.getpid(), started_at(os.getpid()), spawned=False)
     with pytest.raises(Failure, match=r"the coordinator neither took connections within 0.3 s nor ended") as raised:

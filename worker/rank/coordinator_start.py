@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from worker.exit_codes import ExitCode, Failure
-from worker.processes import exit_when_asked
+from worker.processes import die_when_asked
 from worker.rank.place import Place
 
 START_LIMIT_S = 30.0
@@ -32,7 +32,7 @@ def start_coordinator(place: Place, arguments: list[str]) -> None:
         env=dict(os.environ),
         text=True,
     )
-    exit_when_asked(process.terminate)  # in order, before it hears of any rank
+    die_when_asked(process.terminate)  # in order, before it hears of any rank
     assert process.stdout is not None
     with process.stdout:
         heard = select.select([process.stdout], [], [], START_LIMIT_S)[0]
