@@ -110,7 +110,8 @@ def named_until_it_fails(running: RunningGang, client: Client, epoch: int, place
         except TimedOut:
             message = None
         if isinstance(message, Event) and message.state == Gang.FAILED:
-            assert named, running.said
+            if not named:
+                raise Late("it was not named before the limit")
             return message
         answer = ask(files, "status")
         waited = [one for one in answer["waiting_for"] if (one["state"] == "STOPPED") == stopped]

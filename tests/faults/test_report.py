@@ -77,7 +77,7 @@ FakeRunner.execute = spin
 
 def test_a_rank_that_never_lets_go_of_the_interpreter(run_dir: Path, tmp_path: Path) -> None:
     """Its main thread hears and says nothing. It is found, named and shown all the same, and ended."""
-    limit = ["--step-timeout", "0.5"]
+    limit = ["--step-timeout", "3"]
     with launched(run_dir, tmp_path, (0, limit), (1, limit), BEFORE_MAIN=NEVER_LETS_GO) as running:
         running.wait_ready()
         with running.client() as client:
