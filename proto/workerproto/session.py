@@ -33,12 +33,14 @@ from workerproto.operations import Control
 from workerproto.states import (
     LEASE,
     OPERABLE,
+    WITH_FACTS,
     Gang,
     Lease,
     LeaseEvent,
     LocalStateError,
     Machine,
     RemoteStateError,
+    may_follow,
 )
 
 Frames = tuple[bytes, bytes]
@@ -196,7 +198,7 @@ class Session:
         match message:
             case Welcome():
                 self._machine.move(LeaseEvent.WELCOME, RemoteStateError)
-                self.epoch, self.state, self.facts = header.epoch, Gang(message.state), message.facts
+                self.epoch, self.state, self.facts = header.epoch, _told(message), message.facts
                 self.lease_timeout_s = message.lease_timeout_ms / 1000
                 return Received(0, message)
             case Error():
@@ -209,7 +211,7 @@ class Session:
         if not self.held:
             raise RemoteStateError(f"{header.kind.name} came for a lease that is {self._machine.state}")
         if isinstance(message, Event):
-            self._take_event(message)
+            self._take_event(header, message)
             return Received(0, message)
         if header.epoch != self.epoch:
             raise RemoteStateError(f"{header.kind.name} of epoch {header.epoch} came in epoch {self.epoch}")
@@ -261,10 +263,15 @@ class Session:
             self._next_seq = min(self._next_seq, error.seq)
         return Received(error.seq, error)
 
-    def _take_event(self, event: Event) -> None:
+    def _take_event(self, header: Header, event: Event) -> None:
         if event.epoch < self.epoch:
             raise RemoteStateError(f"an Event of epoch {event.epoch} came in epoch {self.epoch}")
-        self.epoch, self.state = event.epoch, Gang(event.state)
+        if event.epoch != header.epoch:
+            raise RemoteStateError(f"an Event of epoch {event.epoch} came under a header of epoch {header.epoch}")
+        state = _told(event)
+        if not may_follow(self.state, state):
+            raise RemoteStateError(f"Event {state} came, and the gang was {self.state}: nothing leads from there to it")
+        self.epoch, self.state = event.epoch, state
         self.facts = event.facts or self.facts
         if self.state is Gang.READY:
             self.failure = None
@@ -280,3 +287,13 @@ class Session:
     def _frames(self, kind: Kind, body: Message | None = None) -> Frames:
         header = Header(kind, 0, self.epoch, self.lease)
         return header.encode(), b"" if body is None else encode_body(body)
+
+
+def _told(message: Welcome | Event) -> Gang:
+    """The gang's state. Raises RemoteStateError for one that is none, and if facts are missing or come uncalled for."""
+    state = next((state for state in Gang if state == message.state), None)
+    if state is None:
+        raise RemoteStateError(f"{message.state!r} is no state of a gang")
+    if (message.facts is not None) != (state in WITH_FACTS):
+        raise RemoteStateError(f"{type(message).__name__} {state} came with{'' if message.facts else 'out'} facts")
+    return state

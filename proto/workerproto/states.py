@@ -153,6 +153,16 @@ GANG: Mapping[tuple[Gang, GangEvent], Gang] = {
     (Gang.FAILED, GangEvent.RESTART): Gang.STARTING,
 }
 
+_NEXT = {state: {GANG[at, event] for at, event in GANG if at is state} for state in Gang}
+
+
+def may_follow(state: Gang, following: Gang) -> bool:
+    """Whether an Event may tell of `following` after `state`: one event of the table leads there, or nothing has
+    changed, and an operator's operation that held up steps is over.
+    """
+    return following is state or following in _NEXT[state]
+
+
 LEASE: Mapping[tuple[Lease, LeaseEvent], Lease] = {
     (Lease.NONE, LeaseEvent.HELLO): Lease.ATTACHING,
     (Lease.ATTACHING, LeaseEvent.WELCOME): Lease.HELD,

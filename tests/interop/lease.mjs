@@ -1,6 +1,7 @@
 // One lease on a gang: sections 2, 8 to 11, 14 and 15 of proto/SPEC.md.
 import { randomBytes } from "node:crypto";
 import { Dealer } from "zeromq";
+import { follows } from "./states.mjs";
 import { Kind, RESYNC, WireError, body, header, read } from "./wire.mjs";
 
 const HELLO_LIMIT_MS = 10_000;
@@ -112,9 +113,10 @@ export class Lease {
       throw new Over(this.fault ? `the gang failed: ${this.fault.message}` : `Bye ${message.code}: ${message.message}`);
     }
     if (!this.held) throw new WireError(`kind ${kind} came without a lease`);
-    if (kind === Kind.EVENT) return this.event(message);
+    if (kind === Kind.EVENT) return this.event(epoch, message);
     if (epoch !== this.epoch) throw new WireError(`an answer of epoch ${epoch} came in epoch ${this.epoch}`);
     if (seq !== this.unanswered[0]) throw new WireError(`the answer to ${seq} came, ${this.unanswered[0]} is next`);
+    if (kind === Kind.DONE) throw new WireError(`Done ${seq} came, and it was a step`);
     this.unanswered.shift();
     if (kind === Kind.REFUSED) return this.refusal(seq, message);
     this.refused = 0;
@@ -126,8 +128,9 @@ export class Lease {
     Object.assign(this, { held: true, epoch, state, timeoutMs, facts: facts ?? null });
   }
 
-  event({ state, epoch, last_answered: answered = 0, facts = null, fault = null }) {
-    if (epoch < this.epoch) throw new WireError(`an Event of epoch ${epoch} came in epoch ${this.epoch}`);
+  event(headed, { state, epoch, last_answered: answered = 0, facts = null, fault = null }) {
+    if (epoch < this.epoch || epoch !== headed) throw new WireError(`an Event of epoch ${epoch} came in ${this.epoch}`);
+    if (!follows(this.state, state)) throw new WireError(`Event ${state} came, and the gang was ${this.state}`);
     Object.assign(this, { state, epoch, facts: facts ?? this.facts });
     if (state === "READY") this.fault = null;
     if (state !== "FAILED") return;

@@ -11,7 +11,9 @@ from engine_stub import scheduler as engine_scheduler
 from tests.unit import wrong_schedulers as wrong
 from workerproto.codec import pack
 from workerproto.messages import HeaderFlag, Kind
+from workerproto.testing import check_scheduler as check_scheduler_module
 from workerproto.testing.check_scheduler import RULES, Scheduler, check_scheduler
+from workerproto.testing.fake_gang import FakeGang
 from workerproto.testing.hostile_gangs import HOSTILE
 from workerproto.testing.watched_gang import WATCHED
 
@@ -25,6 +27,7 @@ CASES: list[tuple[str, Scheduler, list[str], list[str]]] = [
     ("asks twice on a socket", wrong.asks_again_on_the_same_socket, ["9.lease-held"], ["2.new-socket", "9.bye"]),
     ("deaf to events", wrong.DeafToEvents.run, ["9.not-ready-yet"], ["9.not-ready-yet"]),
     ("stops half-way", wrong.StopsHalfWay.run, STOPS, STOPS),
+    ("is refused for ever", wrong.RefusedForEver.run, WHOLE, [*WHOLE, "12.requests"]),
     ("waits for ever to attach", wrong.waits_to_attach, ["9.lease-held"], ["9.lease-held"]),
     ("resumes with other tokens", wrong.resumed_with_other_tokens().run, ["12.small-gang"], ["12.resumed-tokens"]),
     ("three frames", wrong.ThreeFrames.run, WHOLE, ["2.two-frames"]),
@@ -66,6 +69,28 @@ def test_what_is_right_passes() -> None:
     report = check_scheduler(wrong.Right.run, limit_s=3)
     assert report.passed, report
     assert [outcome.rule for outcome in report.not_tried] == ["15.refused-again"], report
+
+
+def test_what_draws_by_a_grammar_passes() -> None:
+    report = check_scheduler(wrong.Masked.run, only=WHOLE)
+    assert report.passed, report
+
+
+def test_a_scheduler_that_comes_to_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it sends is right."""
+    monkeypatch.setattr(check_scheduler_module, "_WHOLE_S", 1.0)
+    report = check_scheduler(wrong.NeverDone.run, only=WHOLE)
+    assert [outcome.rule for outcome in report.failed] == WHOLE, report
+    assert "it came to no end: " in report.failed[0].instead
+
+
+def test_a_fake_gang_that_breaks_down_is_not_the_scheduler_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(FakeGang, "_step", breaks)
+    with pytest.raises(RuntimeError, match=r"the fake gang broke down: KeyError\('a defect'\)"):
+        check_scheduler(wrong.Masked.run, only=WHOLE, limit_s=0.2)
 
 
 @pytest.mark.parametrize(("scheduler", "only", "rules"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])

@@ -213,6 +213,13 @@ WRONG: dict[str, tuple[Callable[[Session], list[bytes]], str]] = {
     "an answer to nothing": (frames(Kind.RESULT, RESULT, 1), "next to be answered is none"),
     "another epoch's answer": (frames(Kind.RESULT, RESULT, 1, 7), "of epoch 7 came in epoch 1"),
     "an event of the past": (frames(Kind.EVENT, encode_body(Event("READY", 0))), "an Event of epoch 0"),
+    "an event of two epochs": (frames(Kind.EVENT, encode_body(Event("FAILED", 2))), "under a header of epoch 1"),
+    "a state that is none": (frames(Kind.EVENT, encode_body(Event("NAPPING", 1))), "'NAPPING' is no state"),
+    "a state that nothing leads to": (frames(Kind.EVENT, encode_body(Event("LOADING", 1))), "the gang was READY"),
+    "READY without facts": (frames(Kind.EVENT, encode_body(Event("READY", 1))), "READY came without facts"),
+    "facts of a gang that failed": (
+        frames(Kind.EVENT, encode_body(Event("FAILED", 1, 0, fake_facts()))), "FAILED came with facts"
+    ),
     "a second welcome": (frames(Kind.WELCOME, encode_body(Welcome("READY", 1000))), "does not allow 'welcome'"),
     "an answer to a Sample of none": (frames(Kind.REFUSED, REFUSED, 1), "next to be answered is none"),
     "another's frame": (lambda s: [Header(Kind.RESULT, 0, 1, s.lease ^ 1, 1).encode(), RESULT], "came to lease"),
@@ -257,7 +264,7 @@ def test_the_epoch_of_ping_pong_and_bye_and_the_sequence_of_what_has_none_are_no
     session = Wire().attach().session
     assert session.receive(frames(Kind.PING, b"", 9, 7)(session))[1] is not None
     assert session.receive(frames(Kind.PONG, b"", 9, 7)(session)) == (None, None)
-    session.receive(frames(Kind.EVENT, encode_body(Event("READY", 1)), 9)(session))
+    session.receive(frames(Kind.EVENT, encode_body(Event("READY", 1, facts=fake_facts())), 9)(session))
     session.receive(frames(Kind.BYE, BYE, 9, 7)(session))
     assert session.ended
 

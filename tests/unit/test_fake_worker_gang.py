@@ -1,6 +1,7 @@
 """First tier and lease, as a coordinator keeps them: by header alone, and never to the holder's harm."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -21,7 +22,7 @@ from workerproto.messages import (
     Welcome,
 )
 from workerproto.operations import Drain, UpdateBegin, UpdateFinish
-from workerproto.states import Gang
+from workerproto.states import Gang, may_follow
 from workerproto.testing.fake_gang import FakeGang
 from workerproto.testing.fake_model import continuation
 
@@ -175,6 +176,19 @@ def test_after_a_restart_the_weights_are_those_on_disk(gang: FakeGang) -> None:
     assert (gang.facts.weights_id, gang.facts.weights_valid) == (on_disk, True)
     answers(gang)
     assert isinstance(say(gang, Kind.STEP, STEP, seq=4, epoch=2), Result)
+
+
+def test_a_restart_forgets_what_waits_and_is_told_state_by_state(gang: FakeGang) -> None:
+    """A step that waits for its Sample is lost as any other, and no state is passed over that the table lists."""
+    say(gang, Kind.STEP, STEP, seq=1, flags=1)
+    gang.fail(restarts=True)
+    gang.restart()
+    states = [Gang.READY, *(Gang(event.state) for _, _, event in answers(gang) if isinstance(event, Event))]
+    assert all(may_follow(before, after) and before is not after for before, after in pairwise(states)), states
+    assert states[1:3] == [Gang.FAILED, Gang.STARTING]
+    assert states[-1] is Gang.READY
+    assert code_of(say(gang, Kind.SAMPLE, encode_body(Sample(1)), seq=1, epoch=2)) == (ErrorCode.NO_STEP_OPEN, 1)
+    assert isinstance(say(gang, Kind.STEP, STEP, seq=1, epoch=2), Result)
 
 
 def test_tokens_follow_from_what_is_seen_and_logprobs_have_their_form(gang: FakeGang) -> None:

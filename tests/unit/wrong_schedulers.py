@@ -15,7 +15,8 @@ from engine_stub.engine import Engine
 from engine_stub.request import Params
 from workerproto.client import Client, TimedOut
 from workerproto.codec import Header, decode_body, encode_body, pack, unpack
-from workerproto.messages import Error, ErrorCode, Hello, Kind, Sampling, Step
+from workerproto.masks import words_of
+from workerproto.messages import Error, ErrorCode, Hello, Kind, New, Result, Sampling, Step
 from workerproto.operations import Wake
 from workerproto.session import Frames, Received, Session
 from workerproto.states import Gang, RemoteStateError
@@ -182,8 +183,31 @@ class StartsWithoutReady(Right):
 
 class DeafToEvents(Right):
     class session(Session):
-        def _take_event(self, event: Any) -> None:
+        def _take_event(self, header: Header, event: Any) -> None:
             pass
+
+
+class RefusedForEver(Right):
+    """Finishes whom nobody knows, again and again; four seconds, lest it stay in the test's process."""
+
+    def generate(self) -> None:
+        self.wait_ready()
+        deadline, resync = time.monotonic() + 4, False
+        while time.monotonic() < deadline:
+            self.submit(Step(finished=pack([99])), resync=resync)
+            self.receive(4)
+            resync = True
+
+
+class NeverDone(Right):
+    """Sends steps without rows; four seconds, as above."""
+
+    def generate(self) -> None:
+        self.wait_ready()
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
+            self.submit(Step())
+            self.receive(4)
 
 
 class StopsHalfWay(Right):
@@ -200,8 +224,8 @@ class StopsHalfWay(Right):
 
 class GoesOnWhileDraining(Right):
     class session(Session):
-        def _take_event(self, event: Any) -> None:
-            super()._take_event(event)
+        def _take_event(self, header: Header, event: Any) -> None:
+            super()._take_event(header, event)
             if self.state is Gang.DRAINING:
                 self.state = Gang.READY
 
@@ -231,6 +255,23 @@ class WaitsForever(Right):
         @lease_timeout_s.setter
         def lease_timeout_s(self, _: float) -> None:
             pass
+
+
+class Masked(Right):
+    """Right, and draws by a grammar: even tokens alone."""
+
+    def generate(self) -> None:
+        facts = self.wait_ready()
+        mask = pack([0x55555555] * words_of(facts.vocabulary))
+        new, position, count = [New(1, pack([1, 2, 3]), pack([0, 1]), 0, Sampling())], 0, 3
+        for _ in range(5):
+            row = {"ids": 1, "positions": position, "counts": count, "row_flags": 1, "grant_counts": 0}
+            self.submit(Step(new, **{member: pack([value]) for member, value in row.items()}), sample_follows=True)
+            self.sample(pack([0]), mask)
+            message = self.receive(4).message
+            assert isinstance(message, Result)
+            assert unpack(message.tokens)[0] % 2 == 0
+            new, position, count = [], position + count, 1
 
 
 def never_resyncs(_: int) -> int:

@@ -41,13 +41,15 @@ NAME = "demo"
 ALL: tuple[type[Scenario], ...] = (*SCENARIOS, *ENDINGS, *HOSTILE)
 RULES = [scenario.rule for scenario in ALL]
 _START_S = 60.0
+_WHOLE_S = 120.0
 
 
 def check_scheduler(scheduler: Scheduler, *, limit_s: float = 5.0, only: Container[str] | None = None) -> Report:
     """Run the scheduler against every scenario, or `only` those of these rules; see the module for what it must do.
 
-    limit_s bounds its silence: one from which nothing but pings comes for so long has stopped, and is ended. A function
-    runs in a thread, which cannot be ended. Raises ValueError for a command without `{endpoint}` or `{name}`.
+    limit_s bounds its silence: one from which nothing but pings and mistakes comes for so long has stopped, and is
+    ended; so is one that goes on for two minutes. A function runs in a thread, which cannot be ended. Raises ValueError
+    for a command without `{endpoint}` or `{name}`.
     """
     return Report(list(outcomes(scheduler, limit_s=limit_s, only=only)))
 
@@ -77,6 +79,8 @@ def outcomes(scheduler: Scheduler, *, limit_s: float = 5.0, only: Container[str]
 
 
 def _judge(gang: Scenario, end: Ended) -> Outcome:
+    if end.endless:
+        return Outcome(gang.rule, False, f"it came to no end: {gang.steps} steps came in {_WHOLE_S:g} s")
     return outcome_of(gang.rule, lambda: gang.verdict(end))
 
 
@@ -86,9 +90,11 @@ def _run(scheduler: Scheduler, gang: Scenario, limit_s: float) -> Ended:
         path.parent.mkdir(mode=0o700)
         with FakeWorker(ipc_endpoint(path), gang) as worker:
             run = _Thread(scheduler, worker.endpoint) if callable(scheduler) else _Process(scheduler, worker.endpoint)
+            endless = False
             try:
                 began = time.monotonic()
-                while run.running and not gang.over:
+                while run.running and not gang.over and not endless:
+                    endless = time.monotonic() - began > _WHOLE_S
                     waited = time.monotonic() - (gang.heard_at if gang.hellos else began)
                     if waited > (limit_s + gang.patience_s if gang.hellos else _START_S):
                         break
@@ -97,7 +103,7 @@ def _run(scheduler: Scheduler, gang: Scenario, limit_s: float) -> Ended:
             finally:
                 failure = run.end()
             _part(worker, gang, running)
-        return Ended(running, waited, failure)
+        return Ended(running, waited, failure, endless)
 
 
 def _part(worker: FakeWorker, gang: Scenario, running: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -38,12 +37,14 @@ from workerproto.operations import Control, UpdateFinish, name_of
 from workerproto.standing import read_control
 from workerproto.states import GANG, TAKEN_IN, WITH_FACTS, Gang
 from workerproto.steps import Refusal, StepLimits
+from workerproto.testing.fake_lease import Holder, judge_hello, judge_sender
 from workerproto.testing.fake_model import FakeModel
 from workerproto.testing.fake_operations import FakeOperations
 from workerproto.validate import StepValidator
 
 Outgoing = tuple[bytes, bytes, bytes]
 """Peer, header, body."""
+_START = (Gang.STARTING, Gang.ROLL_CALL, Gang.LOADING, Gang.PROFILING, Gang.WARMING, Gang.READY)
 
 
 def fake_facts(
@@ -65,16 +66,6 @@ def fake_facts(
     )  # fmt: skip
     limits = Limits(pp + 2, tokens, rows, 4 * rows, 16 * 2**20, logprobs)
     return Facts("fake", vocabulary, max_model_len, "fake", True, kv, 1, pp, limits, [{}] * pp)
-
-
-@dataclass(slots=True)
-class _Holder:
-    peer: bytes
-    lease: int
-    heard: float
-    said: float
-    next_seq: int = 1
-    last_answered: int = 0
 
 
 class FakeGang:
@@ -105,7 +96,7 @@ class FakeGang:
         self._sample_timeout_s = sample_timeout_s
         self._lacks = lacks
         self._clock = clock
-        self._holder: _Holder | None = None
+        self._holder: Holder | None = None
         self._ended_leases: set[int] = set()
         self._dropped = 0  # requests, since the last Welcome
         self._answers: deque[tuple[float, int, Kind, Result | Refused]] = deque()
@@ -125,7 +116,9 @@ class FakeGang:
     # What a test asks for.
 
     def become_ready(self) -> None:
-        self._enter(Gang.READY)
+        """From wherever it stands in its start."""
+        for state in _START[_START.index(self.state) + 1 :]:
+            self._enter(state)
 
     def hold_back(self) -> None:
         """Answer no step until `release`."""
@@ -147,7 +140,7 @@ class FakeGang:
         """Fail with this first cause; what is unanswered stays so. The lease ends unless it `restarts`."""
         self.state = Gang.FAILED
         fault = Fault(code, rank, "step", self._answers[0][1] if self._answers else None, None, message)
-        self._answers.clear()
+        self._forget_steps()
         self._operation = None
         self._event(Event(self.state, self.epoch, self._last_answered, None, fault))
         if not restarts:
@@ -223,10 +216,7 @@ class FakeGang:
             message = decode_body(header.kind, body)
             assert isinstance(message, Hello)
             return self._attach(peer, header, message)
-        holder = self._holder
-        if holder is None or holder.peer != peer or holder.lease != header.lease:
-            code = ErrorCode.LEASE_ENDED if header.lease in self._ended_leases else ErrorCode.BAD_LEASE
-            raise WireError(code, f"lease {header.lease} does not hold the gang", "lease", str(header.lease))
+        holder = judge_sender(header, self._holder, peer, self._ended_leases)
         holder.heard = self._clock()
         if header.kind in ORDERED_KINDS:
             self._judge_ordered(header, holder)
@@ -250,15 +240,9 @@ class FakeGang:
             raise WireError(ErrorCode.BAD_KIND, f"{kind} is not for a gang to receive", "kind", kind)
 
     def _attach(self, peer: bytes, header: Header, hello: Hello) -> None:
-        holder = self._holder
-        if not header.lease or header.epoch or header.seq:
-            raise WireError(ErrorCode.BAD_HEADER, "Hello has a lease, epoch 0 and sequence 0", "header", str(header))
-        if holder and (holder.peer == peer or holder.lease == header.lease):
-            raise WireError(ErrorCode.BAD_LEASE, f"lease {header.lease} is not a new one", "lease", str(header.lease))
-        if holder and not hello.takeover:
-            raise WireError(ErrorCode.LEASE_HELD, "another scheduler holds the gang", "takeover", "false", "true")
+        judge_hello(header, self._holder, peer, takeover=hello.takeover)
         self._end_lease(Bye("TAKEOVER", f"taken over by {hello.client or 'another'}"))
-        self._holder = _Holder(peer, header.lease, self._clock(), self._clock())
+        self._holder = Holder(peer, header.lease, self._clock(), self._clock())
         facts = self.facts if self.state in WITH_FACTS else None
         welcome = Welcome(self.state, self._lease_timeout_ms, [], self._dropped, facts)
         self._dropped = 0
@@ -283,7 +267,7 @@ class FakeGang:
         self._refused_samples.clear()
         self._waits, self._sample_of_refused = None, 0
 
-    def _judge_ordered(self, header: Header, holder: _Holder) -> None:
+    def _judge_ordered(self, header: Header, holder: Holder) -> None:
         """First tier: what a coordinator can tell without reading the body."""
         seq, credit = header.seq, self.facts.limits.steps_in_flight
         if header.epoch != self.epoch:

@@ -48,7 +48,8 @@ class FakeWorker:
         wake = f"inproc://fake-worker-{secrets.token_hex(8)}"
         self._woken.bind(wake)
         self._wake.connect(wake)
-        self._thread = threading.Thread(target=self._serve, name="fake-worker", daemon=True)
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._go, name="fake-worker", daemon=True)
 
     def start(self) -> None:
         self._router.bind(self.endpoint)
@@ -68,12 +69,16 @@ class FakeWorker:
             raise TimeoutError("the fake worker did not do as told within 10 s")
 
     def stop(self) -> None:
-        """End the thread and unbind. Leases are not told, as when a gang is killed."""
+        """End the thread and unbind. Leases are not told, as when a gang is killed. Raises RuntimeError if the gang
+        itself has broken down, of which a scheduler saw no more than silence.
+        """
         if self._thread.is_alive():
             self._ask(None)
             self._thread.join(10)
         for socket in (self._router, self._wake, self._woken):
             socket.close(0)
+        if self._broken is not None:
+            raise RuntimeError(f"the fake gang broke down: {self._broken!r}") from self._broken
 
     def __enter__(self) -> Self:
         self.start()
@@ -87,6 +92,12 @@ class FakeWorker:
     def _ask(self, action: Callable[[FakeGang], None] | None) -> None:
         self._asked.put(action)
         self._wake.send(b"")
+
+    def _go(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self._broken = error
 
     def _serve(self) -> None:
         poller: Any = zmq.Poller()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workerproto.codec import Header, encode_body
-from workerproto.messages import Event, Kind, Message, Result, Welcome
+from workerproto.messages import Done, Event, Kind, Message, Result, Welcome
 from workerproto.states import Gang
 from workerproto.testing.ending_gangs import FailsForGood
 from workerproto.testing.scenario import Scenario
@@ -65,5 +65,27 @@ HOSTILE: tuple[type[Scenario], ...] = (
         lambda gang, lease, seq, body: (
             _header(gang, lease, 0, Kind.EVENT), encode_body(Event(Gang.READY, gang.epoch - 1, seq, gang.facts))
         ),
+    ),
+    _wrong(
+        "10.event-of-two-epochs",
+        lambda gang, lease, seq, body: (
+            _header(gang, lease, 0, Kind.EVENT), encode_body(Event(Gang.FAILED, gang.epoch + 1, seq))
+        ),
+    ),
+    _wrong(
+        "10.unlisted-event",
+        lambda gang, lease, seq, body: (
+            _header(gang, lease, 0, Kind.EVENT), encode_body(Event(Gang.LOADING, gang.epoch, seq - 1))
+        ),
+    ),
+    _wrong(
+        "10.unknown-state",
+        lambda gang, lease, seq, body: (
+            _header(gang, lease, 0, Kind.EVENT), encode_body(Event("NAPPING", gang.epoch, seq - 1))
+        ),
+    ),
+    _wrong(
+        "10.done-for-a-step",
+        lambda gang, lease, seq, body: (_header(gang, lease, seq, Kind.DONE), encode_body(Done("wake"))),
     ),
 )  # fmt: skip

@@ -11,13 +11,14 @@ from workerproto.testing.watched_gang import WatchedGang
 
 
 class Ended(NamedTuple):
-    """How a run ended. `running`: it had to be stopped, nothing having come for `waited_s`. `failure`: exit code and
-    last words, or exception, of one that ended by itself and not well.
+    """How a run ended. `running`: it had to be stopped, nothing right having come for `waited_s`. `failure`: exit code
+    and last words, or exception, of one that ended by itself and not well. `endless`: it did not come to an end.
     """
 
     running: bool
     waited_s: float
     failure: str = ""
+    endless: bool = False
 
 
 class Scenario(WatchedGang):
@@ -45,7 +46,8 @@ class Scenario(WatchedGang):
         if not self.steps:
             raise Unmet(f"no step came{_because(end)}")
         if end.running:
-            raise Unmet(f"it stopped half-way: {self.steps} steps came, and then nothing for {end.waited_s:.1f} s")
+            waited = f"{end.waited_s:.1f} s"
+            raise Unmet(f"it stopped half-way: {self.steps} steps came, and then nothing right for {waited}")
         if end.failure:
             raise Unmet(f"it failed: {end.failure}")
         if not self.tokens:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from workerproto.codec import Header
-from workerproto.messages import ErrorCode, Event, HeaderFlag, Kind, Message
+from workerproto.messages import ErrorCode, HeaderFlag, Kind, Message
 from workerproto.states import Gang
 from workerproto.testing.conformance_link import NotProvoked, Unmet
 from workerproto.testing.fake_gang import fake_facts
@@ -45,8 +45,7 @@ class NotReadyYet(WholeRun):
 
     def on_pong(self) -> None:
         if self.state is Gang.LOADING:
-            self.state = Gang.WARMING
-            self._event(Event(self.state, self.epoch))
+            self._enter(Gang.PROFILING)
             self.later(0.1, self.become_ready)
 
 

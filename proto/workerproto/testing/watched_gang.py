@@ -119,9 +119,10 @@ class WatchedGang(FakeGang):
         self.tokens = 0  # drawn
         self.resyncs = 0  # accepted
         self.said_bye = False
-        self.heard_at = time.monotonic()  # anything but Ping and Pong
+        self.heard_at = time.monotonic()  # anything but Ping, Pong and mistakes
         self.asked: set[int] = set()  # sequences that are refused because a scenario wants it
         self.flags = 0  # of the last step
+        self._masked = b""  # the step that waits for its Sample
         self._leases = leases
         self._peers: set[bytes] = set()
         self._pings: deque[_Ping] = deque()
@@ -166,7 +167,7 @@ class WatchedGang(FakeGang):
             self._watch_hello(peer, header)
         if held:
             self._watch_gap()
-        if header is None or header.kind not in (Kind.PING, Kind.PONG):
+        if header is not None and header.kind not in (Kind.PING, Kind.PONG, Kind.STEP, Kind.SAMPLE):
             self.heard_at = time.monotonic()
         if header is not None and header.kind is Kind.PONG and self._pings:
             self._pings.popleft()
@@ -212,16 +213,33 @@ class WatchedGang(FakeGang):
         if self._to_refuse:
             self.asked.add(header.seq)
         super()._step(header, body)
-        answer = self._answers[-1][3]
-        if isinstance(answer, Result):
+        waits = self._waits == header.seq
+        answer = None if waits else self._answers[-1][3]
+        if waits or isinstance(answer, Result):
+            self.heard_at = time.monotonic()
             self.resyncs += bool(header.flags & HeaderFlag.RESYNC)
-            step = decode_body(Kind.STEP, body)
-            assert isinstance(step, Step)
-            for rule, what in self._texts.follow(step, answer, self._model):
-                self.tried.add(rule)
-                if what:
-                    self.breach(rule, what)
+        if waits:
+            self._masked = body
+        elif isinstance(answer, Result):
+            self._follow(body, answer)
         self.on_step()
+
+    def _sample(self, seq: int, body: bytes) -> None:
+        waited = self._waits is not None
+        super()._sample(seq, body)
+        if waited and self._waits is None:
+            self.heard_at = time.monotonic()
+            result = self._answers[-1][3]
+            assert isinstance(result, Result)
+            self._follow(self._masked, result)
+
+    def _follow(self, body: bytes, result: Result) -> None:
+        step = decode_body(Kind.STEP, body)
+        assert isinstance(step, Step)
+        for rule, what in self._texts.follow(step, result, self._model):
+            self.tried.add(rule)
+            if what:
+                self.breach(rule, what)
 
     def _end_lease(self, bye: Bye | None) -> None:
         super()._end_lease(bye)
