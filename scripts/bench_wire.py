@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -117,6 +117,8 @@ def codec(rows: int) -> dict[str, float]:
     of_row = [[next(blocks)] if granted else [] for granted in grant_counts.tolist()]
     lists = [ids.tolist(), positions.tolist(), counts.tolist(), flags.tolist(), of_row]
 
+    kind = Kind.STEP  # as the header before it has said
+
     def wire() -> None:
         body = encode_body(
             Step(
@@ -124,7 +126,7 @@ def codec(rows: int) -> dict[str, float]:
                 grant_counts=pack(grant_counts), grants=pack(grants),
             )
         )  # fmt: skip
-        step = cast(Step, decode_body(Kind.STEP, body))
+        step: Any = decode_body(kind, body)
         for member in (step.ids, step.positions, step.counts, step.row_flags, step.grant_counts, step.grants):
             unpack(member)
 

@@ -39,7 +39,7 @@ def plain(value: object, field: str = "") -> Any:
         config = value.__struct_config__
         tag = {config.tag_field: config.tag} if config.tag_field else {}
         return tag | {name: plain(getattr(value, name), name) for name in value.__struct_fields__}
-    if isinstance(value, memoryview):
+    if isinstance(value, memoryview | bytes):
         if len(value) % 4:
             return {"hex": bytes(value).hex()}
         return np.frombuffer(value, "<f4" if field in FLOATS else "<i4").tolist()
@@ -267,7 +267,7 @@ def _kind_and_bounds(kind: inspect.Type, name: str) -> tuple[str, str]:
 
 
 def _default(value: object) -> str:
-    if isinstance(value, memoryview):
+    if isinstance(value, memoryview | bytes):
         return "empty"
     return json.dumps(int(value) if isinstance(value, float) else value)
 

@@ -91,7 +91,7 @@ class Load:
 
     @staticmethod
     def _step(ids: list[int], positions: list[int], counts: list[int], flag: int, new: list[New]) -> Step:
-        def packed(values: list[int]) -> memoryview:
+        def packed(values: list[int]) -> bytes:
             return pack(np.array(values, np.int32))
 
         rows = len(ids)

@@ -117,8 +117,8 @@ def resume(name: int, tokens: tuple[int, ...], blocks: tuple[int, ...], computed
     return Resume(name, pack(tokens), pack(blocks), computed)
 
 
-def floats(*values: float) -> memoryview:
-    return memoryview(struct.pack(f"<{len(values)}f", *values))
+def floats(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
 
 
 _CACHE = Cache(64, 16, "bfloat16", "NHD", [184320, 184320], [1 << 30, 1 << 29], 16, 32)

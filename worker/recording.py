@@ -150,7 +150,7 @@ def without_tokens(kind: int, body: bytes) -> bytes:
         )
     if kind == Kind.SAMPLE:
         sample = cast(Sample, decode_body(Kind.SAMPLE, body))  # a mask tells the tokens that it allows
-        return encode_body(msgspec.structs.replace(sample, masks=memoryview(b"\xff" * len(sample.masks))))
+        return encode_body(msgspec.structs.replace(sample, masks=b"\xff" * len(sample.masks)))
     if kind == Kind.RESULT:
         result = cast(Result, decode_body(Kind.RESULT, body))
         return encode_body(Result(_zeros(result.tokens), result.nonfinite, timings_us=result.timings_us))
@@ -158,7 +158,7 @@ def without_tokens(kind: int, body: bytes) -> bytes:
 
 
 def _zeros(packed: Packed) -> Packed:
-    return memoryview(bytes(len(packed)))
+    return bytes(len(packed))
 
 
 assert _FRAME.size == 12 + HEADER_BYTES

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy import frombuffer, ndarray
 from numpy.typing import NDArray
 
 from workerproto.fields import INTEGER_MAX, Packed
@@ -142,20 +143,20 @@ def _path_of(error: Exception) -> str:
     return (text.rsplit("`$", 1)[1].rstrip("`").lstrip(".") if "`$" in text else "") or "body"
 
 
-def pack(values: Int32Array | Sequence[int]) -> Packed:
+def pack(values: Int32Array | Sequence[int]) -> bytes:
     """int32 little-endian bytes of a sequence of integers. Raises OverflowError if a Python integer is outside
     int32.
     """
-    if type(values) is not np.ndarray or values.dtype is not _INT32:
+    if type(values) is not ndarray or values.dtype is not _INT32:
         values = np.asarray(values, _INT32)
-    return memoryview(values.tobytes())
+    return values.tobytes()
 
 
 def unpack(packed: Packed) -> Int32Array:
     """int32 [len / 4] view. Raises ValueError if the length is not a multiple of 4."""
-    return np.frombuffer(packed, _INT32)
+    return frombuffer(packed, _INT32)
 
 
 def unpack_floats(packed: Packed) -> Float32Array:
     """float32 [len / 4] view. Raises ValueError if the length is not a multiple of 4."""
-    return np.frombuffer(packed, _FLOAT32)
+    return frombuffer(packed, _FLOAT32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 
@@ -14,10 +14,14 @@ Balance = Annotated[int, Meta(ge=-INTEGER_MAX, le=INTEGER_MAX)]
 Id = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Text = Annotated[str, Meta(max_length=65536)]
 Name = Annotated[str, Meta(max_length=256)]
-Packed = memoryview
-"""int32 (or, where said, float32) values, little-endian, unaligned. Decoded as a view into the received frame."""
+if TYPE_CHECKING:
+    Packed = memoryview | bytes
+else:  # what it is decoded as
+    Packed = memoryview
+"""int32 (or, where said, float32) values, little-endian, unaligned. Bytes where a message is written; decoded as a view
+into the received frame."""
 
-EMPTY = memoryview(b"")
+EMPTY = b""
 
 
 class MapBody(Struct, frozen=True, forbid_unknown_fields=True):

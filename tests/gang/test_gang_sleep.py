@@ -103,7 +103,7 @@ def next_state(client: Client) -> str:
 
 
 def row(request: int, position: int, count: int, new: list[New]) -> Step:
-    def one(value: int) -> memoryview:
+    def one(value: int) -> bytes:
         return pack(np.array([value], np.int32))
 
     return Step(

@@ -14,8 +14,8 @@ TOKENS, BLOCKS = pack([1, 2]), pack([0])
 STEP = Step([New(7, TOKENS, BLOCKS, 0, Sampling(0.5, 3, 1.0, 0.0, 9))], [Resume(8, TOKENS, BLOCKS, 0)])
 
 
-def packed(value: memoryview) -> bytes:
-    return b"\xc4" + bytes([len(value)]) + bytes(value)
+def packed(value: bytes) -> bytes:
+    return b"\xc4" + bytes([len(value)]) + value
 
 
 def step(sampling: bytes, number: bytes = b"\x07", behind: bytes = b"") -> bytes:

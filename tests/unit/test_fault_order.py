@@ -18,12 +18,12 @@ from workerproto.validate import StepValidator
 
 R, S, F = RefusalCode, int(RowFlag.SAMPLE), int(RowFlag.FORCED)
 FOLLOWS, RESYNC = int(HeaderFlag.SAMPLE_FOLLOWS), int(HeaderFlag.RESYNC)
-THREE_BYTES = memoryview(b"abc")
+THREE_BYTES = b"abc"
 Fault = tuple[RefusalCode, str] | tuple[RefusalCode, str, str]  # code, field, and the value where there is a doubt
 
 
 def new(name: int, tokens: Any, blocks: Any, computed: int = 0, logprobs: int = -1) -> New:
-    packed = [value if isinstance(value, memoryview) else pack(value) for value in (tokens, blocks)]
+    packed = [value if isinstance(value, bytes) else pack(value) for value in (tokens, blocks)]
     return New(name, *packed, computed, Sampling(logprobs=logprobs))
 
 

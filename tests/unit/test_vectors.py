@@ -46,7 +46,7 @@ def built(kind: inspect.Type, value: Any, name: str = "") -> Any:
             return cls(**{field.name: built(field.type, value[field.name], field.name) for field in fields})
         case inspect.MemoryViewType():
             floats = name in generate_proto.FLOATS
-            return memoryview(np.asarray(value, "<f4").tobytes()) if floats else pack(value)
+            return np.asarray(value, "<f4").tobytes() if floats else pack(value)
         case inspect.ListType(item_type=item):
             return [built(item, one) for one in value]
         case inspect.UnionType(types=(first, _)):

@@ -138,7 +138,7 @@ def _encode(output: StepOutput, validate_us: int) -> bytes:
     logprobs = output.logprobs
     if logprobs is None:
         return encode_body(Result(pack(output.tokens), output.nonfinite, timings_us=times))
-    values = memoryview(logprobs.values.astype("<f4").tobytes())
+    values = logprobs.values.astype("<f4").tobytes()
     return encode_body(
         Result(pack(output.tokens), output.nonfinite, pack(logprobs.ids), values, pack(logprobs.ranks), times)
     )

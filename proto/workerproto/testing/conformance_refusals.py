@@ -226,9 +226,9 @@ def _(bench: Bench) -> None:
 # Bodies that cannot be read.
 def _members(scene: Scene, **changes: list[int] | bytes) -> Step:
     """The next step, with packed members of other lengths."""
-    packed = {name: value if isinstance(value, bytes) else bytes(pack(value)) for name, value in changes.items()}
+    packed = {name: value if isinstance(value, bytes) else pack(value) for name, value in changes.items()}
     step = PlainStep(rows=[scene.next_row()]).packed()
-    return msgspec.structs.replace(step, **{name: memoryview(value) for name, value in packed.items()})
+    return msgspec.structs.replace(step, **packed)
 
 
 def _resized(member: str, value: list[int] | bytes) -> Callable[[Scene], Step]:

@@ -93,4 +93,4 @@ class FakeModel:
 
 
 def _pack_floats(values: list[float]) -> Packed:
-    return memoryview(np.asarray(values, "<f4").tobytes())
+    return np.asarray(values, "<f4").tobytes()

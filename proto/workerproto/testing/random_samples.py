@@ -25,7 +25,7 @@ def body_of(sample: PlainSample, step: int, vocabulary: int, rng: random.Random)
     for row, allowed in enumerate(sample.allowed):
         bits[row, :vocabulary] = [token in allowed for token in range(vocabulary)]
     masks = np.packbits(bits, axis=1, bitorder="little").tobytes()
-    return encode_body(Sample(step, pack(sample.rows), memoryview(masks)))
+    return encode_body(Sample(step, pack(sample.rows), masks))
 
 
 def break_sample(
@@ -37,7 +37,7 @@ def break_sample(
     as_bytes = [
         ("not msgpack", b"\xc1", RefusalCode.MALFORMED),
         ("cut short", body_of(sample, seq, vocabulary, rng)[:-1], RefusalCode.MALFORMED),
-        ("rows of three bytes", encode_body(Sample(seq, memoryview(b"abc"))), RefusalCode.MALFORMED),
+        ("rows of three bytes", encode_body(Sample(seq, b"abc")), RefusalCode.MALFORMED),
         ("another step's", body_of(sample, seq + 1, vocabulary, rng), RefusalCode.BAD_STEP),
         ("a word too many", encode_body(Sample(seq, pack([]), pack([-1]))), RefusalCode.BAD_MASK),
     ]
