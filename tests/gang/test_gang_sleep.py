@@ -15,11 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.gang.gangs import RunningGang, gang, workerctl
-from worker.layers.linear import SoleRank
-from worker.model_config import ModelConfig
-from worker.models.decoder import Decoder
-from worker.topology import Topology
-from worker.weights import DummyWeights, Piece
+from tests.gang.random_weights import random_weights
 from worker.weights.update import digest_of, files_of
 from workerproto.client import Client
 from workerproto.codec import pack, unpack
@@ -263,11 +259,7 @@ def test_new_weights_come_in_place_or_not_at_all(asleep_or_not: RunningGang, tmp
 
 def _chunks(running: RunningGang, folder: Path) -> list[UpdateChunk]:
     """The tiny model with other random weights, in two folders."""
-    config = ModelConfig.from_folder(Path(running.status()["model"]["path"]))
-    model = Decoder(config, Topology(0, 1, 1, (config.layers,)), torch.float32, torch.device("meta"), SoleRank())
-    source, shapes = DummyWeights(7), model.checkpoint_shapes
-    source.check(shapes, model.harmless)
-    tensors = {name: source.read(name, Piece(torch.empty(shape))).contiguous() for name, shape in shapes.items()}
+    tensors = random_weights(Path(running.status()["model"]["path"]), 7)
     names, chunks = list(tensors), []
     for number, part in enumerate((names[::2], names[1::2])):
         place = folder / str(number)

@@ -4,7 +4,9 @@ are tried only on a worker that may be changed. Where they can, the rules leave 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 from workerproto.messages import Done, ErrorCode, Event, Facts, Kind, RefusalCode, Refused, Step
 from workerproto.operations import (
@@ -29,6 +31,8 @@ CONFIGURING = Rules()
 CHANGING = Rules()
 
 _C = RefusalCode
+_READ_BYTES = 2**20
+_SLOWEST = 50e6  # bytes per second at which a worker may read weights
 
 
 def _refuses(link: Link, code: RefusalCode, operation: Control) -> None:
@@ -176,12 +180,27 @@ def _(bench: Bench) -> None:
     """With the weights that it was started with, under their name: it is as it was."""
     (link, _), name = _attached(bench), bench.facts.weights_id
     _does(link, UpdateBegin(), Gang.UPDATING)
-    seq = control(link, UpdateChunk(bench.facts.model))
-    header, message = link.receive()
-    cannot = isinstance(message, Refused) and message.code is _C.BAD_ARGUMENT
+    size, digest = _weights_in(bench.facts.model)
+    seq = control(link, UpdateChunk(bench.facts.model, digest))
+    header, message = link.receive(bench.limit_s + size / _SLOWEST)
+    cannot = not size and isinstance(message, Refused) and message.code is _C.BAD_ARGUMENT
     bench.need(not cannot, f"a folder of weights at {bench.facts.model!r}: those that it has stay invalid")
     require(header is not None and header.seq == seq and isinstance(message, Done), f"{told(header, message)} came")
     facts = _does(link, UpdateFinish(name), Gang.READY)
     right = facts is not None and facts.weights_valid and facts.weights_id == name
     require(right, f"Event READY has facts {facts}, not valid weights {name!r}")
     link.works()
+
+
+def _weights_in(folder: str) -> tuple[int, str]:
+    """Bytes and digest of the chunk that the folder is, as section 22 has it; (0, "") where none can be read here."""
+    size, digest = 0, hashlib.sha256()
+    try:
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            with file.open("rb") as stream:
+                while block := stream.read(_READ_BYTES):
+                    size += len(block)
+                    digest.update(block)
+    except OSError:
+        return 0, ""
+    return (size, f"sha256:{digest.hexdigest()}") if size else (0, "")
