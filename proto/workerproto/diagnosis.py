@@ -1,4 +1,4 @@
-"""What is wrong with a step that cannot be read: whose member it is, what stands there, and what should.
+"""What is wrong with a body that cannot be read: whose member it is, what stands there, and what should.
 
 The decoder names the place by indices, and the bound in words. Every rank reads the same bytes with the same words, so
 all come to the same.
@@ -7,6 +7,7 @@ all come to the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,10 +29,25 @@ _MEMBERS: dict[type[Struct], dict[str, type[Struct]]] = {
 }
 
 
+def malformed_member(body: bytes | memoryview, error: WireError, whole: str, names: Sequence[str] = ()) -> Refusal:
+    """The refusal of a Sample's or a Control's body that `decode_body` raised this error for. whole: what the body
+    should have been; names: of an array's members.
+    """
+    words, path = _words(error), _path(error)
+    if not path:
+        return Refusal(RefusalCode.MALFORMED, str(error), "body", f"{len(body)} bytes", whole)
+    first = path[0]
+    field = names[first] if isinstance(first, int) else error.field
+    bound = words[1].replace("`", "") if "Expected" in str(error) else "one that the spec lists"
+    read = _read(body)
+    value = _shown(_at(read, path)) if read is not None else words[2] or f"in a body of {len(body)} bytes"
+    value = value.replace("`", "")
+    return Refusal(RefusalCode.MALFORMED, f"{field} is {value}, not {bound}", field, value, bound)
+
+
 def malformed(body: bytes | memoryview, error: WireError) -> Refusal:
     """The refusal of a Step's body that `decode_body` raised this error for."""
-    words = re.fullmatch(r"STEP: (?:Expected )?(.*?)(?:, got (.*?))?(?: - at `.*`)?", str(error), re.DOTALL)
-    assert words is not None
+    words = _words(error)
     path = [int(index) for index in re.findall(r"\[(\d+)\]", error.field)]
     if not path:
         bound = "one msgpack array of at most 11 members, and nothing behind it"
@@ -44,6 +60,20 @@ def malformed(body: bytes | memoryview, error: WireError) -> Refusal:
     value = _shown(_at(read, path)) if read is not None else words[2] or f"in a body of {len(body)} bytes"
     who = "" if request is None else f"request {request}: "
     return Refusal(RefusalCode.MALFORMED, f"{who}{field} is {value}, not {bound}", field, value, bound, request)
+
+
+def _words(error: WireError) -> re.Match[str]:
+    """What was expected, and of which kind the thing was that came, if it says so."""
+    words = re.fullmatch(r"[A-Z]+: (?:Expected )?(.*?)(?:, got (.*?))?(?: - at `.*`)?", str(error), re.DOTALL)
+    assert words is not None
+    return words
+
+
+def _path(error: WireError) -> list[int | str]:
+    """`parts[1]` is a name and an index, `body` no path at all."""
+    if error.field == "body":
+        return []
+    return [int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", error.field)]
 
 
 def _name(path: list[int]) -> str:
@@ -70,11 +100,12 @@ def _read(body: bytes | memoryview) -> Any:
         return None
 
 
-def _at(read: Any, path: list[int]) -> Any:
-    for index in path:
-        if not isinstance(read, list) or index >= len(read):
+def _at(read: Any, path: Sequence[int | str]) -> Any:
+    for place in path:
+        try:
+            read = read[place]
+        except (LookupError, TypeError):
             return None
-        read = read[index]
     return read
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workerproto.codec import Int32Array, WireError, decode_body, unpack
+from workerproto.diagnosis import malformed_member
 from workerproto.messages import Kind, RefusalCode, RowFlag, Sample
 from workerproto.steps import AcceptedStep, Refusal
 
@@ -47,8 +48,7 @@ def judge_sample(waiting: OpenStep, body: bytes | memoryview, vocabulary: int) -
     try:
         sample = cast(Sample, decode_body(Kind.SAMPLE, body))
     except WireError as error:
-        bound = "one array: step, rows, masks"
-        raise Refusal(RefusalCode.MALFORMED, str(error), error.field, f"{len(body)} bytes", bound) from None
+        raise malformed_member(body, error, "one array: step, rows, masks", Sample.__struct_fields__) from None
     if sample.step & 0xFFFFFFFF != waiting.name:
         message = f"step {sample.step} does not wait for masks"
         raise Refusal(RefusalCode.BAD_STEP, message, "step", sample.step, "the step that waits for its Sample")

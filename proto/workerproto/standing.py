@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 from workerproto.codec import WireError, decode_body
+from workerproto.diagnosis import malformed_member
 from workerproto.messages import Kind, RefusalCode
 from workerproto.operations import (
     ConfigureKv,
@@ -166,5 +167,4 @@ def read_control(body: bytes | memoryview) -> Control:
     try:
         return cast(Control, decode_body(Kind.CONTROL, body))
     except WireError as error:
-        bound = "one map: an operation and its arguments"
-        raise Refusal(RefusalCode.MALFORMED, str(error), error.field, f"{len(body)} bytes", bound) from None
+        raise malformed_member(body, error, "one map: an operation and its arguments") from None

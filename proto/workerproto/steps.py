@@ -72,7 +72,7 @@ class Refusal(ValueError):
         super().__init__(message)
         self.code = code
         self.field = field
-        self.value = str(value)
+        self.value = str(value) or "nothing"
         self.bound = str(bound)
         self.request = request if request is not None and request >= 0 else None
         self.cause = 0

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from tests.gang.gangs import RunningGang, gang, workerctl

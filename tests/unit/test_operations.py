@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from workerproto.codec import encode_body, pack
@@ -18,6 +19,7 @@ from workerproto.operations import (
     UpdateFinish,
     Wake,
 )
+from workerproto.standing import read_control
 from workerproto.states import Gang, GangEvent
 from workerproto.steps import Refusal, StepLimits
 from workerproto.validate import StepValidator
@@ -100,6 +102,28 @@ def test_what_a_state_does_not_allow_is_refused_by_type(
     before: list[Control], operation: Control, code: RefusalCode
 ) -> None:
     assert Ranks(*before).refuses(operation) is code
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"op": "sleep", "level": 3}, ("level", "3", "int <= 2")),
+        ({"op": "sleep", "level": 1.0}, ("level", "1.0", "int")),
+        ({"op": "sleep", "parts": ["weights", "legs"]}, ("parts[1]", "text of 4", "one that the spec lists")),
+        ({"op": "configure_kv", "num_blocks": -1}, ("num_blocks", "-1", "int >= 0")),
+        ({"op": "configure_kv", "num_blocks": 2**53}, ("num_blocks", str(2**53), f"int <= {2**53 - 1}")),
+        ({"op": "update_chunk", "source": "x" * 70_000}, ("source", "text of 70000", "str of length <= 65536")),
+        ({"op": 7}, ("op", "7", "str")),
+        ({"op": "nap"}, ("op", "text of 3", "one that the spec lists")),
+        ({"op": "drain", "now": True}, ("body", "15 bytes", "one map: an operation and its arguments")),
+        ([], ("body", "1 bytes", "one map: an operation and its arguments")),
+    ],
+)
+def test_a_body_that_is_none_is_told_by_member_value_and_bound(body: object, told: tuple[str, ...]) -> None:
+    with pytest.raises(Refusal) as caught:
+        read_control(msgspec.msgpack.encode(body))
+    assert caught.value.code is RefusalCode.MALFORMED
+    assert (caught.value.field, caught.value.value, caught.value.bound) == told
 
 
 def test_steps_are_refused_while_anything_sleeps_and_while_weights_change() -> None:

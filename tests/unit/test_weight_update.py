@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
@@ -100,7 +101,11 @@ def test_what_cannot_be_taken_changes_nothing_and_says_why(tmp_path: Path) -> No
     good = chunk("good", {name: new[name]})
     digest = digest_of(files_of(good))
     update = Update(runner.model)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "x.safetensors")
     for source, announced, says in (
+        (str(tmp_path / "pipe"), "", "is a pipe, not a file"),
+        ("/\0", "", "is not the absolute path"),
         (good, "sha256:0", f"has digest {digest}, sha256:0 was announced"),
         (good, "", "none was announced"),
         (chunk("strange", {"model.mystery": new[name]}), "", "tensor model.mystery is unexpected"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,10 @@ class Checkpoint:
 def read_header(file: Path) -> dict[str, Entry]:
     """Names, dtypes and shapes of one safetensors file, checked against its size. Raises WeightsError."""
     try:
-        size = file.stat().st_size
+        about = file.stat()
+        size = about.st_size
+        if stat.S_ISFIFO(about.st_mode):  # which nobody may ever write to
+            raise WeightsError(f"{file}: is a pipe, not a file")
         with file.open("rb") as stream:
             start = stream.read(8)
             if start == b"version ":
