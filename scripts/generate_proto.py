@@ -19,7 +19,8 @@ import numpy as np
 from msgspec import inspect
 
 from proto_exchanges import Done, Said, exchanges
-from proto_vectors import LIMITS, stories, valid_frames, wrong_frames
+from proto_vectors import LIMITS, stories, valid_frames
+from proto_wrong_frames import wrong_frames
 from workerproto import messages, operations
 from workerproto.codec import HEADER_BYTES, WireError, decode_body, decode_header, encode_body
 from workerproto.fields import INT32_MAX, INTEGER_MAX

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import zmq
 from tests.gang.relay_house import CREDIT, EPOCH, FACTS, STEP, House
 from tests.unit.test_spec import section, tables
 from worker.config import FRAME_BYTES
+from worker.coordinator.lease import Lease
 from worker.gang_messages import RESET
+from worker.step_trace import SIZE
 from workerproto.client import Client
 from workerproto.codec import Header, encode_body
-from workerproto.messages import Bye, Error, ErrorCode, Kind, Result
+from workerproto.messages import Bye, Error, ErrorCode, Event, Kind, Result, Welcome
 from workerproto.states import Gang
 
 
@@ -142,3 +146,27 @@ def test_a_step_gets_not_ready_while_the_ranks_forget_the_lease_before(house: Ho
     second.step()
     assert second.expect(Error).code is ErrorCode.NOT_READY
     assert [house.take()[0] for _ in range(CREDIT + 1)] == [Kind.STEP] * CREDIT + [RESET]
+
+
+def test_who_waits_while_the_gang_fails_is_welcomed_by_the_next_epoch(house: House) -> None:
+    """As it begins: the ranks that were to forget the lease before are gone, and FAILED was the old epoch."""
+    house.ready()
+    first, heir = house.attached(), house.scheduler()
+    first.step()
+    first.in_order()
+    heir.hello(takeover=True)
+    assert first.expect(Bye).code == "TAKEOVER"
+    house.enter(Gang.FAILED, goes_on=True)
+    with tempfile.TemporaryFile() as trace:
+        trace.truncate(SIZE)
+        house.relay.restart(house.files.of_epoch(EPOCH + 1), mmap.mmap(trace.fileno(), SIZE)).result(5)
+    for state in (Gang.STARTING, Gang.ROLL_CALL):
+        house.enter(state)
+        header, message = heir.receive()
+        assert isinstance(message, Welcome if state is Gang.STARTING else Event)
+        assert (header.epoch, message.state) == (EPOCH + 1, state)
+
+
+def test_a_name_cannot_steer_the_terminal_that_shows_it() -> None:
+    lease = Lease(b"peer", 1, "\x1b[2Jit's\n\0 café \u202e", 0.0)
+    assert lease.client == r"\x1b[2Jit's\n\x00 café \u202e"

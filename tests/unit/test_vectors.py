@@ -114,6 +114,15 @@ def test_a_wrong_frame_is_refused(vector: Json) -> None:
         assert (answer.code, answer.field) == (vector["error"], vector["field"])
 
 
+def test_every_kind_has_a_body_that_is_none() -> None:
+    kinds = set()
+    for param in WRONG:
+        (vector,) = param.values
+        if vector["error"] == "BAD_BODY":
+            kinds.add(decode_header(bytes.fromhex(vector["frames"][0])).kind)
+    assert kinds == set(Kind)
+
+
 def decode_header_or_none(frame: bytes) -> Kind | None:
     try:
         return decode_header(frame).kind

@@ -23,7 +23,7 @@ class Lease:
     def __init__(self, identity: bytes, number: int, client: str, now: float) -> None:
         self.identity = identity
         self.number = number
-        self.client = client
+        self.client = printable(client)
         self.expected = 1  # sequence of the next ordered frame
         self.answered = 0  # last sequence answered
         self.in_flight = 0
@@ -81,6 +81,11 @@ class Lease:
                 ErrorCode.NO_CREDIT, f"{self.in_flight} steps are in flight, {credit} may be", "credit",
                 str(self.in_flight), str(credit),
             )  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """What a scheduler calls itself is shown in terminals: control characters in it are shown, and control nothing."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def judge_hello(header: Header, holder: Lease | None, identity: bytes, *, takeover: bool) -> None:

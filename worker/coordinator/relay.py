@@ -118,8 +118,6 @@ class Relay:
             except zmq.ZMQError as error:
                 return done.set_exception(error)
             self.stream.trace.map(trace)
-            if self._lease is not None and not self._lease.held:  # it waited for a reset that has come about
-                self._welcome()
             done.set_result(None)
 
         self.post(begin)
@@ -156,6 +154,8 @@ class Relay:
             self.recorder.begin(facts)
         if (lease := self._lease) is None:
             return
+        if state is Gang.STARTING and not lease.held:  # it waited for a reset, which has come about with the epoch
+            return self._welcome()
         if lease.held:
             fault = fault and msgspec.structs.replace(fault, step=self._lease_step(lease, fault.step))
             self._tell(lease, Kind.EVENT, Event(state, self._epoch, lease.answered, facts, fault))
