@@ -35,13 +35,23 @@ def main() -> None:
         keys = CurveKeys.read(args.server_key, args.client_key) if args.server_key else None
         with Client(endpoint, name=f"engine_stub {args.command}", takeover=args.takeover, keys=keys) as client:
             args.run(args, client)
-    except (ValueError, StepRejected) as error:
+        print(end="", flush=True)  # here, where it is told if there is no room for it
+    except BrokenPipeError:  # whoever read it has seen enough
+        _drop_output()
+    except (OSError, ValueError, StepRejected) as error:
         if os.environ.get("RANKD_TRACEBACK"):
             raise
+        _drop_output()
         sys.exit(f"engine_stub: error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read it has seen enough
+
+
+def _drop_output() -> None:
+    """If it takes nothing more: what is left for it could only fail again, at the interpreter's end."""
+    try:
+        print(end="", flush=True)
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -16,6 +16,7 @@ import time
 from engine_stub.engine import Engine
 from engine_stub.request import Params
 from workerproto.client import Client
+from workerproto.messages import Facts
 
 REPEATS = 3
 
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, client: Client) -> None:
     """Print one JSON line: {"startup_s", "decode_ms": {batch: ms}, "prefill_tok_s": {"BxN": tokens/s}}.
 
-    startup_s is null: the gang was there before this began. Raises ValueError for sizes that are none.
+    startup_s is null: the gang was there before this began. Raises ValueError for sizes that are none, or that the
+    gang has no room for.
     """
     try:
         batches = [int(batch) for batch in args.batches.split(",") if batch]
@@ -49,8 +51,9 @@ def run(args: argparse.Namespace, client: Client) -> None:
     engine = Engine(
         client, batches=args.decode_batches, ahead=args.ahead, prefill_tokens=args.prefill_tokens, prefix_caching=False
     )
+    _check_room(engine.facts, args, batches, pairs)
     bench = _Bench(engine)
-    bench.seconds(2, 32, 4)
+    bench.seconds(2, min(args.prompt, 32), 4)
     decode_ms = {}
     for batch in batches:
         runs = []
@@ -65,6 +68,22 @@ def run(args: argparse.Namespace, client: Client) -> None:
         prefill_tok_s[f"{number}x{length}"] = round(number * length / seconds)
         _say(f"prefill {number}x{length}: {prefill_tok_s[f'{number}x{length}']} tokens/s")
     print(json.dumps({"startup_s": None, "decode_ms": decode_ms, "prefill_tok_s": prefill_tok_s}), flush=True)
+
+
+def _check_room(facts: Facts, args: argparse.Namespace, batches: list[int], pairs: list[tuple[int, int]]) -> None:
+    """Raises ValueError for a batch that takes more than one step, or runs that end early: the figures would be of
+    something else.
+    """
+    longest = args.prompt + args.short + args.steps
+    for length in (longest, *(length + 1 for _, length in pairs)):
+        if length > facts.max_model_len:
+            raise ValueError(f"prompt and new tokens come to {length}, a request has {facts.max_model_len} at most")
+    most = min(facts.limits.rows, facts.limits.tokens, facts.kv.num_blocks // -(-longest // facts.kv.block_size))
+    for batch in batches:
+        if batch > most:
+            raise ValueError(
+                f"a batch of {batch} does not fit, at most {most} requests of {longest} tokens run at once"
+            )
 
 
 class _Bench:

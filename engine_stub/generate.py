@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -84,13 +83,13 @@ def _parse_ids(ids: str) -> list[int]:
         raise ValueError(f"--prompt-ids {ids!r} are not integers") from None
 
 
-def _printer(prompt: str, text: TextModel | None) -> Callable[[int, int], None]:
-    stream = TextStream(text) if text else None
+def _printer(prompt: str, model: TextModel | None) -> Callable[[int, int], None]:
+    stream = TextStream(model) if model else None
     start = [prompt]  # shown with the first token: by then nothing is wrong with it
 
     def on_token(_: int, token: int) -> None:
-        sys.stdout.write((start.pop() if start else "") + (stream.add(token) if stream else f"{token} "))
-        sys.stdout.flush()
+        text = stream.add(token) if stream else f"{token} "
+        print(start.pop() if start else "", text, sep="", end="", flush=True)
 
     return on_token
 

@@ -34,6 +34,8 @@ def weights_id(folder: Path, load_format: str, seed: int) -> str:
 
 def _add(digest: blake2b, file: Path) -> None:
     size = file.stat().st_size
+    if not file.is_file():  # a pipe would be waited on
+        raise ValueError(f"{file}: is not a regular file")
     digest.update(f"{file.name} {size} ".encode())
     with file.open("rb") as stream:
         start = 8 + int.from_bytes(stream.read(8), "little")

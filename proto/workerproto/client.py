@@ -75,6 +75,18 @@ class TimedOut(ClientError):
     """No answer within the caller's limit. The lease, if held, is still held."""
 
 
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Raises NoSuchGang where an ipc endpoint is not there, ClientError for what is none."""
+    path = endpoint.removeprefix("ipc://")
+    try:
+        if path != endpoint and not Path(path).exists():
+            raise NoSuchGang(f"no gang listens at {endpoint}")
+        socket.connect(endpoint)
+    except (zmq.ZMQError, OSError) as error:
+        reason = f"no connection to {endpoint!r}: {error.strerror}"
+        raise ClientError(f"{reason}; an endpoint is ipc://PATH or tcp://HOST:PORT") from None
+
+
 class Client:
     """One lease on the gang at `endpoint`, from `attach` (or `with`) to `close`. To attach again, make a new one."""
 
@@ -145,10 +157,7 @@ class Client:
 
     def attach(self) -> Welcome:
         """Get the lease. Raises NoSuchGang, HandshakeFailed, LeaseHeld, TimedOut, or another ClientError."""
-        path = self.endpoint.removeprefix("ipc://")
-        if path != self.endpoint and not Path(path).exists():
-            raise NoSuchGang(f"no gang listens at {self.endpoint}")
-        self._socket.connect(self.endpoint)
+        connect(self._socket, self.endpoint)
         self._send(self._session.hello(self._name, self._takeover))
         received = self._next(self._timeout, f"no answer from {self.endpoint} within {self._timeout:g} s")
         message = received.message

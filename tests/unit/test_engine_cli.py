@@ -108,6 +108,11 @@ def test_bench_ends_in_one_line_of_json(run: Run) -> None:
         (["bench", "--prefill", "4"], "is not like 1,4 or 4x512"),
         (["bench", "--steps", "0"], "a size is below 1"),
         (["bench", "--batches", "4,0"], "a size is below 1"),
+        (["bench", "--batches", "4,17", "--prefill", ""], "a batch of 17 does not fit, at most 16 requests of 100"),
+        (["bench", "--batches", "9999999999", "--prefill", ""], "a batch of 9999999999 does not fit"),
+        (["bench", "--batches", "10", "--prompt", "400", "--prefill", ""], "at most 9 requests of 436 tokens run at"),
+        (["bench", "--prompt", "500"], "prompt and new tokens come to 536, a request has 512 at most"),
+        (["bench", "--prefill", "1x512"], "prompt and new tokens come to 513, a request has 512 at most"),
     ],
 )
 def test_a_mistake_is_one_clear_line(run: Run, model: Path, arguments: list[str], message: str) -> None:
@@ -138,3 +143,23 @@ def test_a_name_that_nobody_has(run_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.argv", ["engine_stub", "generate", "--name", "nobody", "--prompt-ids", "1"])
     with pytest.raises(SystemExit, match=r"engine_stub: error: no gang listens at ipc://.*/nobody/sched"):
         main()
+
+
+@pytest.mark.parametrize("endpoint", ["rubbish", "tcp://", "tcp://127.0.0.1", "fly://a", "ipc://" + "x" * 5000])
+def test_what_is_no_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setattr("sys.argv", ["engine_stub", "generate", "--endpoint", endpoint, "--prompt-ids", "1"])
+    with pytest.raises(SystemExit, match=r"error: no connection to '.*': .*; an endpoint is ipc://PATH or tcp://HOST"):
+        main()
+
+
+def test_output_that_has_no_room_is_told_of_in_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("generate --prompt-ids 1 --max-tokens 2", "bench --batches 1 --steps 1 --prefill 1x1"):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr("sys.stdout", full)
+            with pytest.raises(SystemExit, match=r"engine_stub: error: .*No space left"):
+                run(*command.split())
+
+
+def test_output_that_was_closed_is_nobodys_fault(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    run("generate", "--prompt-ids", "1", "--max-tokens", 2)

@@ -104,7 +104,7 @@ def test_what_cannot_be_taken_changes_nothing_and_says_why(tmp_path: Path) -> No
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "x.safetensors")
     for source, announced, says in (
-        (str(tmp_path / "pipe"), "", "is a pipe, not a file"),
+        (str(tmp_path / "pipe"), "", "is not a regular file"),
         ("/\0", "", "is not the absolute path"),
         (good, "sha256:0", f"has digest {digest}, sha256:0 was announced"),
         (good, "", "none was announced"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from worker.models import REGISTRY, build_model
 from worker.models.decoder import Decoder
 from worker.topology import Topology
 from worker.weights import Checkpoint, WeightsError, load_weights, open_weights
+from worker.weights.update import files_of
+from worker.weights_id import weights_id
 
 CONFIG = dataclasses.replace(
     SMOLLM2, hidden=24, layers=2, heads=6, kv_heads=2, head_dim=8, intermediate=36, vocab=29, tied=False, mlp_bias=True
@@ -181,6 +184,17 @@ def test_broken_files(tmp_path: Path, change: Callable[[bytes], bytes], message:
         load_weights(model(), open_weights(tmp_path))
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_on(tmp_path: Path) -> None:
+    """Nobody writes it: to open it would be to wait until a limit ends the gang."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"model\.safetensors: is not a regular file"):
+        open_weights(tmp_path)
+    with pytest.raises(WeightsError, match=r"model\.safetensors: is not a regular file"):
+        files_of(str(tmp_path))
+    with pytest.raises(ValueError, match=r"model\.safetensors: is not a regular file"):
+        weights_id(tmp_path, "auto", 0)
 
 
 def test_index_names_a_missing_shard(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ def files_of(source: str) -> list[Path]:
     files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_absolute() else []
     if not files:
         raise WeightsError(f"{source}: is not the absolute path of a folder with *.safetensors")
+    for file in files:
+        if not file.is_file():  # a pipe would be waited on until a limit ends the gang
+            raise WeightsError(f"{file}: is not a regular file")
     return files
 
 

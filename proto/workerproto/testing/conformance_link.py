@@ -10,6 +10,7 @@ from typing import TypeVar
 import zmq
 from msgspec import Struct
 
+from workerproto.client import connect
 from workerproto.codec import Header, WireError, decode_body, decode_header, encode_body
 from workerproto.curve import CurveKeys
 from workerproto.messages import (
@@ -81,7 +82,7 @@ class Link:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if keys is not None:
             keys.apply(self._socket)
-        self._socket.connect(endpoint)
+        connect(self._socket, endpoint)
 
     # To the worker.
 
