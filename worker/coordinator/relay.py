@@ -189,7 +189,9 @@ class Relay:
             try:
                 self._take(parts)
             except WireError as error:
-                self._schedulers.answer_error(parts, error, self._lease)
+                told, lease = self._schedulers.answer_error(parts, error, self._lease), self._lease
+                if not told and lease is not None and lease.identity == parts[0]:
+                    self._not_reading()
 
     def _take(self, parts: Parts) -> None:
         identity, header, frame, body = read(parts)
@@ -370,4 +372,7 @@ class Relay:
         """To a holder nothing may be lost in silence: one that is gone, or does not read, loses the lease instead."""
         lease.said = time.monotonic()
         if not self._schedulers.send(lease.identity, header, body) and lease is self._lease:
-            self._end_lease(LeaseEvent.TIMEOUT, "NOT_READING", "what was sent here could not be delivered")
+            self._not_reading()
+
+    def _not_reading(self) -> None:
+        self._end_lease(LeaseEvent.TIMEOUT, "NOT_READING", "what was sent here could not be delivered")

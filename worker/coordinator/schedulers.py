@@ -44,15 +44,15 @@ class Schedulers:
             return False
         return True
 
-    def answer_error(self, parts: list[bytes], error: WireError, holder: Lease | None) -> None:
-        """The frame in `parts`, behind its sender's identity, counts as never sent."""
+    def answer_error(self, parts: list[bytes], error: WireError, holder: Lease | None) -> bool:
+        """The frame in `parts`, behind its sender's identity, counts as never sent. Whether that could be queued."""
         identity, frame = parts[0], parts[1] if len(parts) > 1 else b""
         own = holder if holder is not None and holder.identity == identity else None
         answer = Error(
             error.code, read_sequence(frame), own.expected if own else None, error.field[:256], error.value[:256],
             error.bound[:256], str(error)[:4096],
         )  # fmt: skip
-        self.send(identity, Header(Kind.ERROR, 0, self.epoch, read_lease(frame)), encode_body(answer))
+        return self.send(identity, Header(Kind.ERROR, 0, self.epoch, read_lease(frame)), encode_body(answer))
 
 
 def read(parts: list[bytes]) -> tuple[bytes, Header, bytes, bytes]:
