@@ -147,6 +147,8 @@ def test_a_command_is_checked_by_a_command() -> None:
 def test_a_command_that_cannot_be_checked() -> None:
     assert "has neither {endpoint} nor {name} in it" in check("--", "true").stderr
     assert "'x' is no scenario's rule: 9.whole-run, " in check("--only", "x", "--", "true", "{endpoint}").stderr
+    for limit in ("nan", "0", "-1", "inf", "soon"):
+        assert f"argument --limit: '{limit}' is no " in check("--limit", limit, "--", "true", "{endpoint}").stderr
     assert "No such file" in check("--", "/nowhere/scheduler", "{endpoint}").stderr
 
 

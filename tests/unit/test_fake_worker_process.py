@@ -12,7 +12,9 @@ from engine_stub.engine import Engine
 from engine_stub.request import Params
 from workerproto.client import Client, GangFailed
 from workerproto.rundir import endpoint_of
+from workerproto.testing.fake_gang import FakeGang
 from workerproto.testing.fake_model import continuation
+from workerproto.testing.fake_worker import FakeWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +37,30 @@ def test_it_is_found_by_its_name_and_leaves_nothing_behind(run_dir: Path) -> Non
         finally:
             process.kill()
     assert not list(run_dir.iterdir())
+
+
+def test_sizes_that_no_gang_has_are_usage_errors(run_dir: Path) -> None:
+    wrong = ["--block-size", "0"], ["--max-model-len", str(2**40)], ["--delay-ms", "nan"], ["--fail-at", "-1"]
+    for arguments in wrong:
+        command = [sys.executable, "-m", "workerproto.testing.fake_worker", "--name", "demo", *arguments]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert said.returncode == 2
+        assert f"argument {arguments[0]}: '{arguments[1]}' is no " in said.stderr
+    assert not list(run_dir.iterdir())
+
+
+def test_it_breaks_down_aloud() -> None:
+    """Whoever started it sees that, and not a scheduler that waits."""
+
+    def breaks(_: FakeGang) -> None:
+        raise KeyError("a defect")
+
+    worker = FakeWorker("tcp://127.0.0.1:*")
+    worker.start()
+    worker._ask(breaks)
+    worker.wait()
+    with pytest.raises(RuntimeError, match=r"the fake gang broke down: KeyError\('a defect'\)"):
+        worker.stop()
 
 
 def test_it_refuses_restarts_and_fails_as_it_is_told(run_dir: Path) -> None:

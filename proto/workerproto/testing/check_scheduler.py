@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from workerproto.rundir import ipc_endpoint
+from workerproto.testing.arguments import seconds
 from workerproto.testing.conformance_link import outcome_of
 from workerproto.testing.ending_gangs import ENDINGS
 from workerproto.testing.fake_worker import FakeWorker
@@ -179,7 +180,7 @@ def main() -> None:
         prog="python -m workerproto.testing.check_scheduler", usage="%(prog)s [options] -- COMMAND … {endpoint} …",
         description=(__doc__ or "").split("\n")[0],
     )  # fmt: skip
-    parser.add_argument("--limit", type=float, default=5, metavar="SECONDS", help="of silence (default: %(default)s)")
+    parser.add_argument("--limit", type=seconds, default=5, metavar="SECONDS", help="of silence (default: %(default)s)")
     parser.add_argument("--only", action="append", metavar="RULE", help="may be given several times: a scenario's")
     parser.add_argument("command", nargs="+", help="{endpoint} or {name} in it stand for the gang's")
     args = parser.parse_args()

@@ -17,6 +17,7 @@ from pathlib import Path
 from workerproto.client import Client
 from workerproto.messages import Result, Step
 from workerproto.rundir import ipc_endpoint
+from workerproto.testing.arguments import whole
 
 
 def empty_steps(endpoint: str, steps: int) -> float:
@@ -38,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m workerproto.testing.empty_steps", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--steps", type=int, default=1_000_000, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=whole(1, 10**9), default=1_000_000, help="(default: %(default)s)")
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory(prefix="rankd-") as folder:
         endpoint = ipc_endpoint(Path(folder) / "sched")

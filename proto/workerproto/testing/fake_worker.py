@@ -22,7 +22,9 @@ from typing import Any, Self
 
 import zmq
 
+from workerproto.fields import INT32_MAX, INTEGER_MAX
 from workerproto.rundir import endpoint_of, gang_directory
+from workerproto.testing.arguments import amount, whole
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 from workerproto.testing.unruly_gang import UnrulyGang
 
@@ -67,6 +69,10 @@ class FakeWorker:
         self._ask(act)
         if not done.wait(10):
             raise TimeoutError("the fake worker did not do as told within 10 s")
+
+    def wait(self) -> None:
+        """Until it is stopped, or breaks down."""
+        self._thread.join()
 
     def stop(self) -> None:
         """End the thread and unbind. Leases are not told, as when a gang is killed. Raises RuntimeError if the gang
@@ -132,15 +138,19 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--name", help="be the gang of this name in the run directory")
     where.add_argument("--endpoint", help="listen here instead, e.g. tcp://127.0.0.1:5555")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="answer every step this much later (default: 0)")
-    for option, default in (("num-blocks", 256), ("block-size", 16), ("vocabulary", 1000), ("max-model-len", 512)):
-        parser.add_argument(f"--{option}", type=int, default=default, help=f"(default: {default})")
-    parser.add_argument("--pp", type=int, default=1, help="stages that it says it has (default: 1)")
+    parser.add_argument("--delay-ms", type=amount, default=0.0, help="answer every step this much later (default: 0)")
+    for option, default, most in (
+        ("num-blocks", 256, 2**20), ("block-size", 16, 256), ("vocabulary", 1000, INT32_MAX),
+        ("max-model-len", 512, 2**18),
+    ):  # fmt: skip
+        parser.add_argument(f"--{option}", type=whole(1, most), default=default, help=f"(default: {default})")
+    parser.add_argument("--pp", type=whole(1, 64), default=1, help="stages that it says it has (default: 1)")
     for option, what in (
         ("refuse-every", "refuse each such step"), ("restart-every", "fail there, and be back in the next epoch"),
         ("fail-at", "fail for good at this step"),
     ):  # fmt: skip
-        parser.add_argument(f"--{option}", type=int, default=0, metavar="N", help=f"{what} (default: never)")
+        every, told = whole(1, INTEGER_MAX), f"{what} (default: never)"
+        parser.add_argument(f"--{option}", type=every, default=0, metavar="N", help=told)
     args = parser.parse_args()
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, lambda *_: sys.exit(0))
@@ -163,7 +173,7 @@ def main() -> None:
             folder.mkdir(mode=0o700, parents=True)
         with FakeWorker(args.endpoint, gang) as worker:
             print(f"READY {worker.endpoint}", flush=True)
-            signal.pause()
+            worker.wait()
     except FileExistsError:
         folder = None
         parser.error(f"the name {args.name!r} is in use")
