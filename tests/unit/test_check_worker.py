@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,21 @@ def test_no_worker_and_one_that_is_not_ready() -> None:
         check_worker("ipc:///nowhere/sched")
     with FakeWorker(ENDPOINT, FakeGang(ready=False)) as worker, pytest.raises(TimedOut):
         check_worker(worker.endpoint, limit_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"facts": None}, "Welcome READY came without facts"),
+        ({"state": "NAPPING"}, "'NAPPING' is no state of a gang"),
+        ({"lease_timeout_ms": -1}, "is not on the wire"),
+    ],
+)
+def test_a_worker_that_cannot_even_welcome(changes: dict[str, Any], says: str) -> None:
+    with FakeWorker(ENDPOINT, wrong.WelcomesWith(changes)) as worker:
+        (outcome,) = check_worker(worker.endpoint, limit_s=3).outcomes
+    assert (outcome.rule, outcome.passed) == ("6.welcome", False)
+    assert says in outcome.instead
 
 
 def test_it_needs_no_pytest() -> None:

@@ -297,6 +297,17 @@ class OtherWelcome(_Says):
         return kind, body
 
 
+class WelcomesWith(_Says):
+    """Not fit to attach to."""
+
+    def __init__(self, changes: dict[str, Any]) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def say(self, kind: Kind, body: Any) -> tuple[Kind, Any]:
+        return kind, msgspec.structs.replace(body, **self._changes) if kind is Kind.WELCOME else body
+
+
 class ErrorOfNoLease(Honest):
     def _send(self, peer: bytes, kind: Kind, body: Message | None, lease: int, seq: int = 0) -> None:
         super()._send(peer, kind, body, 0 if kind is Kind.ERROR else lease, seq)

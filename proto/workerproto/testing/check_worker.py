@@ -15,7 +15,7 @@ from contextlib import closing
 from workerproto.client import Client
 from workerproto.curve import CurveKeys
 from workerproto.messages import Facts
-from workerproto.states import Gang
+from workerproto.states import Gang, RemoteStateError
 from workerproto.testing.conformance_bench import Bench, Rule
 from workerproto.testing.conformance_control import OPERATIONS
 from workerproto.testing.conformance_frames import FRAMES
@@ -55,6 +55,15 @@ def outcomes(
     change: bool = False,
 ) -> Iterator[Outcome]:  # fmt: skip
     """The same, rule by rule as they are tried."""
+    try:
+        yield from _outcomes(endpoint, limit_s, only, keys, change)
+    except RemoteStateError as error:  # of whom not even a lease can be had, nothing else can be said
+        yield Outcome("6.welcome", False, str(error))
+
+
+def _outcomes(
+    endpoint: str, limit_s: float, only: Container[str] | None, keys: CurveKeys | None, change: bool
+) -> Iterator[Outcome]:
     state, timeout_s, facts = _standing(endpoint, limit_s, keys)
     reference: list[int] = []
     lost = ""
