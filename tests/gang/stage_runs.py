@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.gang.workload import LIMITS, accepted_steps
 from worker.execution.model_runner import ModelRunner
-from worker.execution.runner import RunnerConfig, StepOutput
-from worker.execution.sampler import Logprobs
+from worker.execution.runner import Logprobs, RunnerConfig, StepOutput
 from worker.model_config import ModelConfig, RopeConfig
 from worker.models.decoder import Decoder
 from worker.parallel.groups import Groups

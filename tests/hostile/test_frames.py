@@ -20,6 +20,7 @@ from tests.hostile.corpus import Entry, entries, frames_of
 from workerproto.codec import HEADER_BYTES, unpack
 from workerproto.messages import Error, ErrorCode, Kind, Refused, Sampling
 from workerproto.rundir import endpoint_of
+from workerproto.testing.check_worker import RULES, check_worker
 from workerproto.testing.conformance_link import Link
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 from workerproto.testing.fake_model import continuation
@@ -167,6 +168,13 @@ def test_a_scheduler_that_stops_reading_harms_itself_alone(place: Place) -> None
             heir.works()
     assert waited < LIMIT_S / 5
     assert peak_mib(place.running.pid) - before < 100
+
+
+@ONLY_REAL
+def test_a_gang_without_a_model_conforms_too(place: Place) -> None:
+    """`--device fake` is there to test schedulers with: it keeps to the spec as any other."""
+    report = check_worker(place.endpoint, limit_s=LIMIT_S, only={rule.name for rule in RULES} - {"9.coordinator-pings"})
+    assert report.passed, report
 
 
 @ONLY_REAL

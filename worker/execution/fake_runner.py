@@ -8,10 +8,10 @@ from typing import cast
 
 import numpy as np
 
-from worker.execution.runner import BlockTable, StepOutput
+from worker.execution.runner import BlockTable, Logprobs, StepOutput
 from worker.step_trace import ARRIVED, BUILT, FORWARDED, SAMPLED, SENT, StepTrace
 from worker.topology import Topology
-from workerproto.codec import unpack
+from workerproto.codec import unpack, unpack_floats
 from workerproto.masks import Masks
 from workerproto.steps import AcceptedStep, RequestTable, StepLimits
 from workerproto.testing.fake_model import FakeModel
@@ -60,7 +60,10 @@ class FakeRunner:
             trace.mark(SENT)
         if not here.is_output:
             return StepOutput(step.sequence)
-        return StepOutput(step.sequence, np.array(unpack(result.tokens)))
+        asked = len(result.logprob_ids) > 0
+        ids, ranks = unpack(result.logprob_ids), unpack(result.logprob_ranks)
+        logprobs = Logprobs(ids, unpack_floats(result.logprob_values), ranks) if asked else None
+        return StepOutput(step.sequence, np.array(unpack(result.tokens)), logprobs=logprobs)
 
     def launch(self, step: AcceptedStep, table: BlockTable) -> None:
         self._open = step, table

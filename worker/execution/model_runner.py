@@ -14,8 +14,8 @@ from torch import Tensor
 
 from worker.execution import dummy
 from worker.execution.batch import Inputs, Samples, inputs_of, rows_of, samples_of
-from worker.execution.runner import BlockTable, PendingOutput, RunnerConfig, StepOutput, StepTimings
-from worker.execution.sampler import ROWS_AT_ONCE, Logprobs, Sampled, SamplingRows, sample
+from worker.execution.runner import BlockTable, Logprobs, PendingOutput, RunnerConfig, StepOutput, StepTimings
+from worker.execution.sampler import ROWS_AT_ONCE, Sampled, SamplingRows, sample
 from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
 from worker.memory.kv_cache import KVCacheShape

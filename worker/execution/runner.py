@@ -10,14 +10,13 @@ import numpy as np
 from msgspec import Struct, field
 
 from worker.step_trace import StepTrace
-from workerproto.codec import Int32Array
+from workerproto.codec import Float32Array, Int32Array
 from workerproto.masks import Masks
 from workerproto.steps import AcceptedStep
 
 if TYPE_CHECKING:
     import torch
 
-    from worker.execution.sampler import Logprobs
     from worker.memory.ledger import Holdings
 
 
@@ -47,6 +46,16 @@ class RunnerConfig:
         for name, bound in (least | {"max_steps_in_flight": 1, "max_logprobs": 0}).items():
             if (value := getattr(self, name)) < bound:
                 raise ValueError(f"{name} is {value}, it must be at least {bound}")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the rows that asked, in row order. ids int32 and values float32: 1 + n a row, the sampled token and then the n
+    likeliest, likeliest first. ranks int32: one a row, 1 + the number of tokens likelier than the sampled one."""
+
+    ids: Int32Array
+    values: Float32Array
+    ranks: Int32Array
 
 
 class StepTimings(Struct, frozen=True):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from worker.execution.random_draw import uniforms
+from worker.execution.runner import Logprobs
 from workerproto.masks import Masks
 
 _ONE = 1 << 40
@@ -50,16 +51,6 @@ class SamplingRows:
 
     def __len__(self) -> int:
         return len(self.temperature)
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Of the rows that asked, in row order. ids int32 and values float32: 1 + n a row, the sampled token and then the n
-    likeliest, likeliest first. ranks int32: one a row, 1 + the number of tokens likelier than the sampled one."""
-
-    ids: Int32Array
-    values: npt.NDArray[np.float32]
-    ranks: Int32Array
 
 
 @dataclass(frozen=True, slots=True)
