@@ -15,7 +15,7 @@ import zmq
 from tests.faults.fake_gangs import fake_gang, first_token, prompt_step
 from tests.faults.side_by_side import WAIT_S
 from tests.faults.table import rows_of
-from tests.gang import test_gang_relay, test_gang_sleep
+from tests.gang import test_gang_sleep
 from tests.gang.gangs import RunningGang
 from tests.gang.test_recovery import attached, crash
 from workerproto.client import Client, LeaseHeld, TimedOut
@@ -139,7 +139,7 @@ def said_to(running: RunningGang, frames: list[bytes]) -> Error:
 
 def a_scheduler_that_is_gone(running: RunningGang) -> None:
     """Killed; or there, without a ping, to find its lease ended."""
-    assert test_gang_relay.test_who_does_not_read_loses_the_lease_and_nobody_else_waits, "which is the third way"
+    assert test_relay_unread.test_who_does_not_read_loses_the_lease_and_nobody_else_waits, "which is the third way"
     endpoint = endpoint_of(running.name, running.environment)
     crash(endpoint, running)
     client, welcome = attached(endpoint, takeover=False)

@@ -47,8 +47,8 @@ class Table:
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> list[bytes]:
-    frames = [bytearray(frame) for frame in draw(st.sampled_from(SEEDS))]
+def mutated(draw: st.DrawFn, seeds: list[list[bytes]] = SEEDS) -> list[bytes]:
+    frames = [bytearray(frame) for frame in draw(st.sampled_from(seeds))]
     for _ in range(draw(st.integers(0, 3))):
         frame = draw(st.sampled_from(frames))
         at = draw(st.integers(0, len(frame)))

@@ -97,4 +97,4 @@ class Operations:
 
 def _not_implemented(operation: Control) -> Refusal:
     name = name_of(operation)
-    return Refusal(RefusalCode.NOT_IMPLEMENTED, f"{name} is not implemented", "op", name, "drain")
+    return Refusal(RefusalCode.NOT_IMPLEMENTED, f"{name} is not implemented", "op", name, "one that this worker has")

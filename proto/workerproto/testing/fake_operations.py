@@ -20,7 +20,8 @@ class FakeOperations:
         """Raises Refusal if they cannot."""
         name = name_of(operation)
         if name in self._lacks:
-            raise Refusal(RefusalCode.NOT_IMPLEMENTED, f"{name} is not implemented", "op", name, "drain")
+            message, bound = f"{name} is not implemented", "one that this worker has"
+            raise Refusal(RefusalCode.NOT_IMPLEMENTED, message, "op", name, bound)
         match operation:
             case UpdateChunk(source=source) if not source.startswith(("/", "shm:")):
                 message = f"{source!r} names no chunk of weights"
