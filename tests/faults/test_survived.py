@@ -15,7 +15,7 @@ import zmq
 from tests.faults.fake_gangs import fake_gang, first_token, prompt_step
 from tests.faults.side_by_side import WAIT_S
 from tests.faults.table import rows_of
-from tests.gang import test_gang_sleep
+from tests.gang import test_gang_sleep, test_relay_unread
 from tests.gang.gangs import RunningGang
 from tests.gang.test_recovery import attached, crash
 from workerproto.client import Client, LeaseHeld, TimedOut
