@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.process
 import threading
 import time
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import TracebackType
@@ -160,7 +161,9 @@ def _coordinator(environment: dict[str, str], ranks: int, facts: Facts, connecte
     relay = Relay(zmq.Context(), files, ranks, ranks - 1, credit, 3600.0, 3600.0, _Listener())
     relay.start()
     connected.wait(LIMIT_S)  # a frame to a rank that is not there is lost
-    relay.post(lambda: relay.enter(Gang.READY, facts))
+    for state in (Gang.ROLL_CALL, Gang.LOADING, Gang.PROFILING, Gang.WARMING):
+        relay.post(partial(relay.enter, state))
+    relay.post(partial(relay.enter, Gang.READY, facts))
     threading.Event().wait()
 
 

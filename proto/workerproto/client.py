@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from workerproto.curve import CurveKeys
 from workerproto.fields import EMPTY, Packed
+from workerproto.frames import receive
 from workerproto.messages import Bye, Error, ErrorCode, Event, Facts, Kind, Step, Welcome
 from workerproto.operations import Control
 from workerproto.session import Frames, Received, Session
@@ -110,6 +111,8 @@ class Client:
         self._socket.setsockopt(zmq.RCVHWM, 1024)
         if keys is not None:
             keys.apply(self._socket)
+        self._poller = zmq.Poller()  # kept: `Socket.poll` makes one each time
+        self._poller.register(self._socket, zmq.POLLIN)
         self._endings: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
         self._next_ping = 0.0
         self._silent_since = 0.0
@@ -250,13 +253,13 @@ class Client:
             if limit is not None:
                 wait = min(wait, max(0.0, limit - time.monotonic()))
             look = _LOOK_S if self._session.held else _LOOK_EARLY_S
-            if not self._socket.poll(int(min(wait, look) * 1000 + 0.999)):
+            if not self._poller.poll(int(min(wait, look) * 1000 + 0.999)):
                 self._look_for_peer()
                 if limit is not None and time.monotonic() >= limit:
                     raise TimedOut(overdue)
                 continue
             self._silent_since = 0.0
-            received, reply = self._session.receive(self._socket.recv_multipart())
+            received, reply = self._session.receive(receive(self._socket))
             if reply is not None:
                 self._send(reply)
             if received is not None:

@@ -52,6 +52,9 @@ _EXPECTED = frozenset(
 )  # fmt: skip
 
 
+_HELD, _ENDED = Lease.HELD, Lease.ENDED  # asked for at every turn, and looking up an Enum's member is a call
+
+
 class Received(NamedTuple):
     """A message and the sequence that it answers; 0 where it answers none."""
 
@@ -82,11 +85,11 @@ class Session:
 
     @property
     def held(self) -> bool:
-        return self._machine.state is Lease.HELD
+        return self._machine.state is _HELD
 
     @property
     def ended(self) -> bool:
-        return self._machine.state is Lease.ENDED
+        return self._machine.state is _ENDED
 
     @property
     def unanswered(self) -> int:
@@ -186,10 +189,8 @@ class Session:
             raise RemoteStateError(f"{header.kind.name} is not for a scheduler to receive")
         if header.lease != self.lease and header.kind is not Kind.ERROR:
             raise RemoteStateError(f"{header.kind.name} of lease {header.lease} came to lease {self.lease}")
-        if header.kind is Kind.PING:
-            return None, self._frames(Kind.PONG)
-        if header.kind is Kind.PONG:
-            return None, None
+        if message is None:
+            return None, self._frames(Kind.PONG) if header.kind is Kind.PING else None
         return self._take(header, cast(Answer, message)), None
 
     def _take(self, header: Header, message: Answer) -> Received | None:

@@ -127,7 +127,7 @@ class AcceptedStep(Struct, frozen=True):
     @property
     def sampled_rows(self) -> Int32Array:
         """Indices of the SAMPLE rows, ascending: the order of a Result's tokens."""
-        return np.flatnonzero(self.flags & _SAMPLE).astype(np.int32)
+        return (self.flags & _SAMPLE).nonzero()[0].astype(np.int32)
 
 
 class RequestTable:

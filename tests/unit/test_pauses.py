@@ -50,7 +50,7 @@ def test_a_turn_that_came_late_is_followed_by_another() -> None:
     def trouble(error: Exception) -> None:
         raise error
 
-    thread = PollThread("test", lambda: 1, after, trouble)
+    thread = PollThread("test", lambda: time.monotonic() + 0.001, after, trouble)
     thread.post(pause)
     thread.post(lambda: thread.post(lambda: happened.append("read")))
     thread.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container
 
 from worker.coordinator.sampling import Sampling
@@ -45,12 +44,10 @@ class Lease:
         self.in_flight = 0
         self.sampling = Sampling()
 
-    def patience_ms(self, timeout: float, sample_timeout: float) -> int:
-        """Until the next ping is due, or the lease ends. timeout: the lease's, and a Sample's, in seconds."""
-        wake = min(self.said + timeout / 3, self.heard + timeout)
-        if self.sampling.due:
-            wake = min(wake, self.sampling.due_since + sample_timeout)
-        return max(0, int((wake - time.monotonic()) * 1000) + 1)
+    def due(self, timeout: float, sample_timeout: float) -> float:
+        """When the next ping is due, or the lease ends. timeout: the lease's, and a Sample's, in seconds."""
+        due = min(self.said + timeout / 3, self.heard + timeout)
+        return min(due, self.sampling.due_since + sample_timeout) if self.sampling.due else due
 
     def end(self, event: LeaseEvent) -> None:
         self._machine.move(event, RemoteStateError)

@@ -17,21 +17,21 @@ TROUBLES = 8
 
 
 class PollThread:
-    """`patience()`: milliseconds until `after()`, which is called after every turn too, has something to do; None if it
-    never has. A turn that came late is followed by another before `after()` looks at clocks: the process was stopped or
-    starved, and what others have sent in time is not all read yet. `trouble(error)`: what any of the callbacks has
-    raised; the thread goes on. All are called on it.
+    """`due()`: when, in monotonic seconds, `after()` has something to do; None if it never has. A turn that came late
+    is followed by another before `after()` is called: the process was stopped or starved, and what others have sent in
+    time is not all read yet. `trouble(error)`: what any of the callbacks has raised; the thread goes on. All are called
+    on it.
     """
 
     def __init__(
-        self, name: str, patience: Callable[[], int | None], after: Callable[[], None],
+        self, name: str, due: Callable[[], float | None], after: Callable[[], None],
         trouble: Callable[[Exception], None],
     ) -> None:  # fmt: skip
-        self._patience = patience
+        self._due = due
         self._after = after
         self._trouble = trouble
         self._poller = zmq.Poller()
-        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], object]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -62,8 +62,8 @@ class PollThread:
 
     # The thread, or before it starts.
 
-    def hear(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
-        """Call it whenever something can be read there."""
+    def hear(self, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> None:
+        """Call it once a turn while something can be read there: who sends much holds up nobody else."""
         self._poller.register(socket, zmq.POLLIN)
         self._handlers[socket] = handler
 
@@ -84,15 +84,17 @@ class PollThread:
                 self._trouble(error)
 
     def _turn(self) -> None:
-        began, patience = time.monotonic(), self._patience()
-        for socket, _ in self._poller.poll(patience):
+        due = self._due()
+        for socket, _ in self._poller.poll(None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)):
             if isinstance(socket, int):
                 os.eventfd_read(self._wake)
                 while self._calls:
                     self._calls.popleft()()
             elif (handler := self._handlers.get(socket)) is not None:  # it may have been given up in this very turn
                 handler()
-        took = time.monotonic() - began
-        self._late = patience is not None and took > patience / 1000 + USUAL_S and not self._late
+        if due is None or (late := time.monotonic() - due) < 0:
+            self._late = False
+            return
+        self._late = late > USUAL_S and not self._late
         if not self._late:
             self._after()

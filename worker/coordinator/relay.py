@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from worker.coordinator.listener import Listener
 from worker.coordinator.poll_thread import PollThread
 from worker.coordinator.recorder import Recorder
 from worker.coordinator.schedulers import Schedulers, read
-from worker.coordinator.stream import Stream, bind, waiting
+from worker.coordinator.stream import Stream, bind
 from worker.gang_messages import PERFORM, RESET, RESET_DONE, STOP
 from worker.run_files import RunFiles
 from workerproto.codec import Header, WireError, decode_body, encode_body
@@ -51,9 +50,8 @@ _log = logging.getLogger("rankd.relay")
 
 Parts = list[bytes]
 _SAMPLE_FOLLOWS = int(HeaderFlag.SAMPLE_FOLLOWS)
+_ANSWERS = {int(kind): kind for kind in (Kind.RESULT, Kind.REFUSED)}
 _RESETTABLE = (Gang.READY, Gang.ASLEEP, Gang.UPDATING, Gang.DRAINING)
-BATCH = 64
-"""Frames read from one socket before the other has its turn: rubbish from a stranger must not hold up a result."""
 
 
 class Relay:
@@ -72,7 +70,7 @@ class Relay:
         self._listener = listener
         beyond = [] if tcp is None else [tcp]
         self._schedulers = Schedulers([bind(context, zmq.ROUTER, files.scheduler_endpoint), *beyond])
-        self._thread = PollThread("relay", self._patience, self._watch_lease, self._trouble)
+        self._thread = PollThread("relay", self._due, self._watch_lease, self._trouble)
         for place, socket in enumerate(self._schedulers.sockets):
             self._thread.hear(socket, partial(self._from_scheduler, place))
         self.post = self._thread.post  # from any thread
@@ -143,7 +141,8 @@ class Relay:
         """The gang is in a new state: the holder is told. Before FAILED what the ranks had sent goes out, and the lease
         ends with it unless the gang `goes_on` in a next epoch."""
         if state is Gang.FAILED:
-            self._from_output(sys.maxsize)
+            while self._from_output():
+                pass
             self._barrier = Barrier(self.stream, self._listener.configure_kv)  # whoever asked hears of the failure
         if state is Gang.READY and not self._met:
             self.stream.meet()
@@ -185,13 +184,16 @@ class Relay:
         self._thread.deafen(self.stream.answers)
 
     def _from_scheduler(self, place: int) -> None:
-        for parts in self._schedulers.received(place, BATCH):
-            try:
-                self._take(parts)
-            except WireError as error:
-                told, lease = self._schedulers.answer_error(parts, error, self._lease), self._lease
-                if not told and lease is not None and lease.identity == parts[0]:
-                    self._not_reading()
+        try:
+            parts = self._schedulers.receive(place)
+        except zmq.Again:
+            return
+        try:
+            self._take(parts)
+        except WireError as error:
+            told, lease = self._schedulers.answer_error(parts, error, self._lease), self._lease
+            if not told and lease is not None and lease.identity == parts[0]:
+                self._not_reading()
 
     def _take(self, parts: Parts) -> None:
         identity, header, frame, body = read(parts)
@@ -234,10 +236,15 @@ class Relay:
                 sampling.opened(seq)
             self.stream.send(header.kind, header.flags, body, lease, seq)
 
-    def _from_output(self, most: int = BATCH) -> None:
-        for header, body in waiting(self.stream.answers, most):
-            if self._state is not Gang.FAILED:  # what comes after that belongs to an epoch that is over
-                self._answer(header, body)
+    def _from_output(self) -> bool:
+        """Whether there was an answer."""
+        try:
+            header, body = self.stream.receive()
+        except zmq.Again:
+            return False
+        if self._state is not Gang.FAILED:  # what comes after that belongs to an epoch that is over
+            self._answer(header, body)
+        return True
 
     def _answer(self, frame: bytes, body: bytes) -> None:
         kind, step = self.stream.take(frame)
@@ -245,13 +252,13 @@ class Relay:
             return self._reset_done(msgspec.msgpack.decode(body, type=int))
         self.steps_done, lease = self.steps_done + 1, step.lease
         assert lease is not None
-        if kind == Kind.REFUSED:
+        if refused := kind == Kind.REFUSED:
             body = self.stream.translated(body, step)
         if lease is self._lease:  # else it has ended
-            if not lease.sampling.answered(step.lease_seq, refused=kind == Kind.REFUSED):
+            if not lease.sampling.answered(step.lease_seq, refused=refused):
                 lease.in_flight -= 1
                 lease.answered = step.lease_seq
-            self._deliver_answer(lease, Kind(kind), step.lease_seq, body)
+            self._deliver_answer(lease, _ANSWERS[kind], step.lease_seq, body)
         self._barrier.begin(self._state)
 
     def _deliver_answer(self, lease: Lease, kind: Kind, seq: int, body: bytes) -> None:
@@ -344,9 +351,9 @@ class Relay:
             self._welcome()
         self._barrier.begin(self._state)
 
-    def _patience(self) -> int | None:
-        """Milliseconds until the next ping or the end of the lease, None without a lease."""
-        return None if self._lease is None else self._lease.patience_ms(self._lease_timeout, self._sample_timeout)
+    def _due(self) -> float | None:
+        """When the next ping is due, or the lease ends; None without a lease."""
+        return None if self._lease is None else self._lease.due(self._lease_timeout, self._sample_timeout)
 
     def _watch_lease(self) -> None:
         lease = self._lease

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import zmq
 
 from worker.config import FRAME_BYTES
 from worker.coordinator.lease import Lease
-from worker.coordinator.stream import waiting
 from workerproto.codec import Header, WireError, decode_header, encode_body, read_lease, read_sequence
+from workerproto.frames import receive
 from workerproto.messages import Error, ErrorCode, Kind
 
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
 class Schedulers:
-    """Bound ROUTERs: one of ipc, and one of tcp if the gang is listened for there. What each has received (`received`)
+    """Bound ROUTERs: one of ipc, and one of tcp if the gang is listened for there. What each has received (`receive`)
     names its peer by the socket too, in the first byte. `epoch`: the gang's, in errors.
     """
 
@@ -26,12 +26,11 @@ class Schedulers:
             socket.router_mandatory = True
         self.epoch = 0
 
-    def received(self, place: int, most: int) -> Iterator[list[bytes]]:
-        """What is there already on the socket at this place, each with its peer in front."""
-        name = bytes([place])
-        for parts in waiting(self.sockets[place], most):
-            parts[0] = name + parts[0]
-            yield parts
+    def receive(self, place: int) -> list[bytes]:
+        """A message that is there already on the socket at this place, its peer in front. Raises zmq.Again."""
+        parts = receive(self.sockets[place], _NOW)
+        parts[0] = bytes([place]) + parts[0]
+        return parts
 
     def send(self, identity: bytes, header: Header, body: bytes) -> bool:
         """Whether it could be queued: not if the peer has gone, or its queue is full."""

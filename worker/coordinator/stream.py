@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 import msgspec
@@ -28,7 +27,7 @@ HEADERS_KEPT = 200
 MEETING_MS = 500
 
 # As plain integers: an operation with an IntFlag makes another one, which takes microseconds.
-_READABLE, _NOW, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 _SAMPLE_FOLLOWS = int(HeaderFlag.SAMPLE_FOLLOWS)
 _UNANSWERED = (STOP, PERFORM)
 """Kinds that the output rank does not answer here."""
@@ -106,9 +105,9 @@ class Stream:
             self._open = sequence
         elif kind == RESET and self._open:  # which ends it
             self._open, self._head_since = 0, time.monotonic()
+        self._to_ranks(sequence, lease_seq, kind, flags, body, lease_seq)
         if kind not in _UNANSWERED:
             self.expect(sequence, lease, lease_seq)
-        self._to_ranks(sequence, lease_seq, kind, flags, body, lease_seq)
 
     def send_sample(self, body: bytes, lease: Lease, lease_seq: int, step: int) -> None:
         """Masks for the step that waits for them, which the scheduler calls `step`; they are answered if refused."""
@@ -120,7 +119,6 @@ class Stream:
         self._to_ranks(sequence, lease_seq, Kind.SAMPLE, 0, body, step)
 
     def _to_ranks(self, sequence: int, lease_seq: int, kind: int, flags: int, body: bytes, named: int = 0) -> None:
-        self.headers.append(Relayed(time.time(), sequence, lease_seq, kind, flags, len(body)))
         frame = seal(kind, flags, self._epoch, sequence, named)
         for socket in self._steps:
             try:
@@ -128,6 +126,7 @@ class Stream:
                 socket.send(body, _NOW)
             except zmq.Again:
                 pass  # its process is gone, which the main thread is about to see
+        self.headers.append(Relayed(time.time(), sequence, lease_seq, kind, flags, len(body)))  # while they read
 
     def meet(self) -> None:
         """Each rank has sent a frame when it connected, before it said that it was warm. Until that has come, a step
@@ -155,6 +154,10 @@ class Stream:
         if frame is not None:
             self.trace.mark_at(frame.place, DONE)
         return frame
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """An answer that is there already: two frames, since it is a rank of ours that sends them. Raises zmq.Again."""
+        return self.answers.recv(_NOW), self.answers.recv(_NOW)
 
     def take(self, frame: bytes) -> tuple[int, InFlight]:
         """The kind of an answer of the output rank, and what it answers. Raises RuntimeError if that was not due."""
@@ -193,17 +196,6 @@ class Stream:
     def close(self, linger_ms: int) -> None:
         for socket in (self.answers, *self._steps):
             socket.close(linger=linger_ms)
-
-
-def waiting(socket: zmq.Socket[bytes], most: int) -> Iterator[list[bytes]]:
-    """What is there already. Asking costs a fraction of the exception that a receive in vain raises."""
-    while most and socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]  # this option is an int
-        try:
-            parts = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        yield parts
-        most -= 1
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:

@@ -8,6 +8,7 @@ one thread alone uses the socket, which carries answers and nothing else; it is 
 from __future__ import annotations
 
 import queue
+import struct
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from worker.rank.status_file import StatusWriter
 from worker.step_trace import COPIED, StepTrace
 from workerproto.codec import encode_body, pack
 from workerproto.messages import Kind, Refused, Result
+
+_TIMES = struct.Struct("<4i")
 
 
 class _Done(NamedTuple):
@@ -134,7 +137,7 @@ class Answers:
 
 def _encode(output: StepOutput, validate_us: int) -> bytes:
     timings = output.timings
-    times = pack([validate_us, timings.wait, timings.forward, timings.sample])
+    times = _TIMES.pack(validate_us, timings.wait, timings.forward, timings.sample)
     logprobs = output.logprobs
     if logprobs is None:
         return encode_body(Result(pack(output.tokens), output.nonfinite, timings_us=times))

@@ -51,6 +51,8 @@ class FaultPoints:
 
     def corrupts(self, place: str) -> bool:
         """Whether what is read or written here is to be spoiled this time."""
+        if not self._faults:
+            return False
         return any(fault.at == place and fault.do == "corrupt" and _is_due(fault) for fault in self._faults)
 
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 import zmq
 
 from workerproto.fields import INT32_MAX, INTEGER_MAX
+from workerproto.frames import receive
 from workerproto.rundir import endpoint_of, gang_directory
 from workerproto.testing.arguments import amount, whole
 from workerproto.testing.fake_gang import FakeGang, fake_facts
@@ -119,7 +120,7 @@ class FakeWorker:
                     return
                 action(self._gang)
             if self._router in ready:
-                peer, *frames = self._router.recv_multipart()
+                peer, *frames = receive(self._router)
                 self._gang.receive(peer, frames)
             self._gang.tick()
             self._send_out()
