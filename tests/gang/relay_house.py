@@ -115,6 +115,7 @@ class House:
         self.answers.connect(self.files.answers_endpoint(1))
         self.relay.start()
         self.leases = 0
+        self._taken = 0  # gang sequence of the last frame that the ranks have
 
     # What the relay says to the main thread.
 
@@ -168,9 +169,13 @@ class House:
         assert got[0] == got[1]
         envelope = unseal(got[0][0])
         assert envelope.epoch == EPOCH
+        self._taken = envelope.seq
         return envelope.kind, envelope.seq, got[0][1]
 
     def answer(self, seq: int, kind: int = Kind.RESULT, body: bytes | None = None) -> None:
+        """Behind what it answers: that is taken first, if it was not."""
+        while self._taken < seq:
+            self.take()
         body = encode_body(Result()) if body is None else body
         self.answers.send_multipart([seal(kind, 0, EPOCH, seq), body])
 

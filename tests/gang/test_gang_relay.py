@@ -341,12 +341,13 @@ def test_stop_is_the_last_of_the_stream(house: House) -> None:
 def test_answer_out_of_order_ends_the_gang(run_dir: Path) -> None:
     house = House(run_dir, 30)
     house.ready()
-    house.attached().step()
-    house.take()
-    house.answer(9)
+    scheduler = house.attached()
+    scheduler.step()
+    scheduler.step()
+    house.answer(2)
     deadline = time.monotonic() + 5
     while not house.errors and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "the output rank answered 9" in str(house.errors[0])
+    assert "the output rank answered 2" in str(house.errors[0])
     house.relay.close(1.0)
     house.context.destroy(linger=0)
