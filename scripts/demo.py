@@ -84,15 +84,25 @@ def run() -> int:
     except GangError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except (ClientError, FetchError, StepRejected, ValueError) as error:
+    except BrokenPipeError:  # whoever read it has seen enough; the gang is ended
+        drop_output()
+        return 0
+    except (ClientError, FetchError, OSError, StepRejected, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        drop_output()
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted; nothing runs on", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read it has seen enough; the gang is ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def drop_output() -> None:
+    """If it takes nothing more: what is left for it could only fail again, at the interpreter's end."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

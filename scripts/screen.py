@@ -10,7 +10,7 @@ from engine_stub.request import Params
 from engine_stub.text import TextModel, TextStream
 from gang import WORKERCTL
 
-BOLD, DIM, PLAIN = ("\033[1m", "\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
+BOLD, DIM, PLAIN = ("\033[1m", "\033[2m", "\033[0m") if sys.stdout and sys.stdout.isatty() else ("", "", "")
 
 
 def heading(title: str, below: str = "") -> None:

@@ -113,6 +113,14 @@ def test_nobody_reads_on(start: Start) -> None:
     assert "Traceback" not in demo.stderr.read()
 
 
+def test_no_room_for_what_it_says(smollm2: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, str(DEMO), "--model", str(smollm2)]
+        demo = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
+    assert demo.returncode == 1
+    assert re.fullmatch(r"error: .*No space left on device\n", demo.stderr)
+
+
 @pytest.mark.parametrize(("prompt", "message"), [("", "a prompt of no tokens"), ("\udcff", "is not UTF-8")])
 def test_what_cannot_be_completed_starts_no_gang(start: Start, prompt: str, message: str) -> None:
     demo = start("--prompt", prompt)
