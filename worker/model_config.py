@@ -14,6 +14,8 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST_CONFIG = 1 << 24  # bytes; a real one has a few thousand
+LARGEST_SIZE = (1 << 31) - 1
+MOST_LAYERS, MOST_HEADS = 1 << 12, 1 << 12  # both are counted one by one before anything is judged: no hour of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class ModelConfig:
         fields = _Fields(path, _read(path))
         architecture = _architecture(fields)
         family = _FAMILIES[architecture]
-        heads = fields.integer("num_attention_heads")
+        heads = fields.integer("num_attention_heads", most=MOST_HEADS)
         kv_heads = fields.integer("num_key_value_heads", family.kv_heads or heads)
         if heads % kv_heads:
             fields.fail("num_key_value_heads", kv_heads, f"must divide the {heads} attention heads")
@@ -71,7 +73,7 @@ class ModelConfig:
         config = cls(
             architecture=architecture,
             hidden=hidden,
-            layers=fields.integer("num_hidden_layers"),
+            layers=fields.integer("num_hidden_layers", most=MOST_LAYERS),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -159,10 +161,10 @@ class _Fields:
             return default
         return value
 
-    def integer(self, name: str, default: Any = _REQUIRED) -> int:
+    def integer(self, name: str, default: Any = _REQUIRED, most: int = LARGEST_SIZE) -> int:
         value = self.get(name, default)
-        if type(value) is not int or not 0 < value < 1 << 31:
-            self.fail(name, value, "must be an integer from 1 to 2147483647")
+        if type(value) is not int or not 0 < value <= most:
+            self.fail(name, value, f"must be an integer from 1 to {most}")
         return int(value)
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
@@ -268,7 +270,7 @@ def _sliding_window(fields: _Fields, family: _Family) -> int | None:
     window = fields.integer("sliding_window", family.window)
     if not family.window_is_optional:
         return window
-    layers, wanted = fields.integer("num_hidden_layers"), fields.flag("use_sliding_window", False)
+    layers, wanted = fields.integer("num_hidden_layers", most=MOST_LAYERS), fields.flag("use_sliding_window", False)
     kinds = fields.get("layer_types", None)
     if kinds is not None:
         known = ["full_attention", "sliding_attention"] if wanted else ["full_attention"]

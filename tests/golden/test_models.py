@@ -48,7 +48,7 @@ def test_equals_transformers(models: dict, variant: str, block_size: int) -> Non
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (1, 3), (3, 1)])
 def test_parallel_equals_transformers(models: dict, variant: str, tp: int, pp: int) -> None:
     folder, sequences, reference = models[variant]
     for actual, expected in zip(run_mixed(Gang(folder, tp, pp), sequences), reference, strict=True):

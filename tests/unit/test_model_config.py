@@ -112,6 +112,11 @@ def test_context_beyond_the_model(tmp_path: Path) -> None:
         ({"hidden_size": "big"}, 'hidden_size is "big", must be an integer from 1'),
         ({"hidden_size": True}, "hidden_size is true"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, must be an integer from 1 to 4096"),
+        (
+            {"num_attention_heads": 2**31 - 2, "num_key_value_heads": 1},
+            "num_attention_heads is 2147483646, must be an integer from 1 to 4096",
+        ),
         ({"num_hidden_layers": 2.0}, r"num_hidden_layers is 2\.0"),
         ({"vocab_size": 1 << 40}, "vocab_size is 1099511627776"),
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2, must divide the 9 attention heads"),
