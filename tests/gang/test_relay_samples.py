@@ -117,13 +117,16 @@ def test_each_refusal_names_its_cause_though_samples_overtake_steps(house: House
     scheduler.step(flags=FOLLOWS)
     sample(scheduler)
     scheduler.step(flags=behind)
+    scheduler.in_order()  # between its socket and that of the answers there is no order
     refuse(house, 2)
     assert scheduler.expect(Refused).cause_seq == 2
     for seq in (4, 5):
         sample(scheduler)
+        scheduler.in_order()
         refuse(house, seq)
         assert scheduler.expect(Refused).cause_seq == seq
     sample(scheduler)
+    scheduler.in_order()
     house.answer(1)
     scheduler.expect(Result)
     late = RefusalCode.SAMPLE_DUE if behind else RefusalCode.AFTER_REFUSAL
@@ -131,6 +134,7 @@ def test_each_refusal_names_its_cause_though_samples_overtake_steps(house: House
     assert scheduler.expect(Refused).cause_seq == (3 if behind else 2)
     for seq in (7, 8):  # of the ranks' refusals the last in the stream's order is the one that counts
         scheduler.step()
+        scheduler.in_order()
         house.answer(seq, Kind.REFUSED, encode_body(Refused(RefusalCode.AFTER_REFUSAL, 5)))
         assert scheduler.expect(Refused).cause_seq == 5
     assert len(house.relay.stream._primaries) <= 2
