@@ -69,8 +69,10 @@ def _params(args: argparse.Namespace, text: TextModel | None) -> Params:
         ("logprobs", -1, 2**31 - 1),
     ):  # fmt: skip
         value = getattr(args, name)
-        if not least <= value <= most or (name == "top_p" and value == 0):
+        if not least <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, it must lie in {least} … {most}")
+    if not args.top_p:
+        raise ValueError("--top-p is 0, it must be above that: no token would be left")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.logprobs)
     stop = frozenset[int]() if args.ignore_eos or text is None else text.stop_tokens
     return Params(args.max_tokens, sampling, stop)

@@ -101,7 +101,7 @@ def test_bench_ends_in_one_line_of_json(run: Run) -> None:
         (["generate", "--prompt", "a", "--tokenizer", "nowhere"], "nowhere has no tokenizer.json"),
         (["generate", "--prompt-ids", "1,x"], "--prompt-ids '1,x' are not integers"),
         (["generate", "--prompt-ids", "256"], "token 256 is not in 0 … 255"),
-        (["generate", "--prompt-ids", "1", "--top-p", "0"], "--top-p is 0.0, it must lie in 0 … 1"),
+        (["generate", "--prompt-ids", "1", "--top-p", "0"], "--top-p is 0, it must be above that"),
         (["generate", "--prompt-ids", "1", "--max-tokens", "0"], "max_tokens is 0, it must be at least 1"),
         (["generate", "--prompt-ids", "1", "--logprobs", "21"], "21 logprobs asked for, at most 20 are given"),
         (["generate", "--prompt", "\udcff", "--tokenizer", "{model}"], r"the prompt '\udcff' is not UTF-8"),

@@ -100,7 +100,6 @@ class ModelRunner:
         """Which are used, for people. After load."""
         return f"attention: {self.model.backend.name}"
 
-
     @property
     def kv_shape(self) -> KVCacheShape:
         model = self.model
