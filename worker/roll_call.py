@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from importlib import metadata
 
+from worker import VERSION as RANKD
 from worker.config import GangConfig
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import Present
@@ -39,7 +39,7 @@ def facts_of(config: GangConfig, versions: Mapping[str, str]) -> dict[str, str]:
 
 def facts_of_coordinator(model: ModelConfig) -> dict[str, str]:
     """What it has from somewhere else than the ranks, which may be another by the time that it starts them again."""
-    return {"rankd": metadata.version("rankd"), "protocol": str(VERSION)} | dict(_leaves("model config", model))
+    return {"rankd": RANKD, "protocol": str(VERSION)} | dict(_leaves("model config", model))
 
 
 def compare(present: Mapping[int, Present], nodes: Mapping[int, str], coordinator: Mapping[str, str]) -> None:

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from worker import VERSION as RANKD
 from worker.coordinator.observed import Histogram, Observed
 from worker.exit_codes import ExitCode
 from worker.health import READY, health
@@ -66,7 +66,7 @@ class Metrics:
 def _of_gang(answer: dict[str, Any], started: float) -> Iterator[Metric]:
     model, parallel = answer["model"], answer["parallel"]
     info = {
-        "name": answer["name"], "version": metadata.version("rankd"), "architecture": model["architecture"],
+        "name": answer["name"], "version": RANKD, "architecture": model["architecture"],
         "dtype": model["dtype"], "tp": str(parallel["tp"]), "pp": str(parallel["pp"]),
     }  # fmt: skip
     yield _labelled("rankd_gang_info", "What runs here.", {tuple(info.values()): 1}, list(info))

@@ -27,6 +27,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from worker import VERSION as RANKD
 from worker.coordinator.causes import Cause
 from worker.coordinator.gang import Gang
 from worker.coordinator.relay import Relay
@@ -42,7 +43,7 @@ _STEERING = re.compile(
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s]*@")
-_PACKAGES = ("rankd", "torch", "pyzmq", "msgspec", "numpy", "uvloop", "safetensors", "psutil")
+_PACKAGES = ("torch", "pyzmq", "msgspec", "numpy", "uvloop", "safetensors", "psutil")
 
 
 def write_report(
@@ -101,7 +102,7 @@ def _sign(cause: Cause) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"protocol": str(VERSION), "python": sys.version.split()[0], "kernel": platform.release()}
+    found = {"rankd": RANKD, "protocol": str(VERSION), "python": sys.version.split()[0], "kernel": platform.release()}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)
