@@ -112,8 +112,10 @@ def steps() -> Iterator[Step]:
             request.computed += count
             request.known_end += sampled
         k += 1
-        rows = (ids, positions, counts, flags, grant_counts, grants)
-        yield Step(new, resumed, ints(done), ints(preempted), *map(ints, rows), forced)
+        yield Step(
+            new, resumed, ints(done), ints(preempted), ints(ids), ints(positions), ints(counts), ints(flags),
+            ints(grant_counts), ints(grants), forced,
+        )  # fmt: skip
 
 
 def accepted_steps(validator: StepValidator) -> Iterator[tuple[AcceptedStep, dict[int, int]]]:

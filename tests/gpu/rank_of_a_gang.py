@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
 from tests.gpu.teacher_forced import teacher_forced
+from worker.execution.cuda_runner import CudaRunner
 from worker.execution.make_runner import make_runner
 from worker.execution.runner import RunnerConfig
 from worker.model_config import ModelConfig
@@ -34,11 +36,12 @@ def main() -> None:
     config = ModelConfig.from_folder(folder)
     topology = Topology.of(config, rank, tp, pp, None)
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=serves)
-    groups = make_groups(topology, dist.PrefixStore("test", store), device, timedelta(seconds=120))
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=serves)
+    groups = make_groups(topology, PrefixStore("test", store), device, timedelta(seconds=120))
     groups.exercise(device, dtype)
-    sizes = RunnerConfig(dtype, device, 16, 256, ROWS, 8, 128, pp + 2, 0, ROWS)
+    sizes = RunnerConfig(dtype, device, 16, 256, ROWS, 8, 128, pp + 2, 0, max_graph_rows=ROWS)
     runner = make_runner(config, topology, sizes, groups)
+    assert isinstance(runner, CudaRunner)
     runner.load(lambda decoder: load_weights(decoder, open_weights(folder, "dummy")))
     runner.allocate(BLOCKS)
     runner.warm_up()
@@ -46,7 +49,7 @@ def main() -> None:
     sequences = np.random.default_rng(0).integers(0, config.vocab, (ROWS, LENGTH)).tolist()
     logits, tokens = teacher_forced(runner, BLOCKS, sequences, PROMPT)
     if logits:
-        np.savez(out, logits=np.stack(logits), tokens=np.array(tokens).T, graphs=runner.graph_counts[0])  # type: ignore[attr-defined]  # of CudaRunner
+        np.savez(out, logits=np.stack(logits), tokens=np.array(tokens).T, graphs=runner.graph_counts[0])
     runner.close()
     dist.barrier() if tp * pp > 1 else None
     leave_groups()

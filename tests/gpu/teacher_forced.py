@@ -4,17 +4,20 @@ of long rows, then a token a step by that of decoding, captured graphs included.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from worker.execution.batch import Samples
+from worker.execution.cuda_runner import CudaRunner
+from worker.execution.device_step import StepTensors
 from worker.execution.model_runner import ModelRunner
 from worker.execution.runner import PendingOutput
+from worker.execution.sampler import DeviceLogprobs
 from workerproto.codec import encode_body, pack
 from workerproto.messages import New, RowFlag, Sampling, Step
-from workerproto.steps import StepLimits
+from workerproto.steps import AcceptedStep, StepLimits
 from workerproto.validate import StepValidator
 
 _SAMPLE, _FORCED = int(RowFlag.SAMPLE), int(RowFlag.FORCED)
@@ -29,13 +32,11 @@ def limits_of(runner: ModelRunner, num_blocks: int) -> StepLimits:
 
 
 def teacher_forced(
-    runner: ModelRunner, num_blocks: int, sequences: list[list[int]], prompt: int
+    runner: CudaRunner, num_blocks: int, sequences: list[list[int]], prompt: int
 ) -> tuple[list[np.ndarray], list[list[int]]]:
     """For each sequence of one length n: float32 [n - prompt + 1, vocabulary] after its first `prompt` tokens and after
     each further one, on the rank that has logits (else empty); and the tokens that greedy sampling gave there, on the
     output rank."""
-    seen: list[Tensor] = []
-    tap(runner, seen)
     rows, length = len(sequences), len(sequences[0])
     ids, none = list(range(1, rows + 1)), [0] * rows
     blocks = -(-length // runner.config.block_size)
@@ -53,29 +54,39 @@ def teacher_forced(
     validator = StepValidator(limits_of(runner, num_blocks))
     pending: deque[PendingOutput] = deque()
     tokens: list[list[int]] = []
-    for sequence, step in enumerate(steps, start=1):
-        accepted = validator.check(sequence, 0, encode_body(step))
-        pending.append(runner.execute(accepted, validator.table))
-        if len(pending) == runner.config.max_steps_in_flight:
-            tokens.append(pending.popleft().wait().tokens.tolist())
-    tokens += [output.wait().tokens.tolist() for output in pending]
-    untap(runner)
+    with Tap(runner) as tap:
+        for sequence, step in enumerate(steps, start=1):
+            accepted = validator.check(sequence, 0, encode_body(step))
+            pending.append(runner.execute(accepted, validator.table))
+            if len(pending) == runner.config.max_steps_in_flight:
+                tokens.append(pending.popleft().wait().tokens.tolist())
+        tokens += [output.wait().tokens.tolist() for output in pending]
     runner.reset()
-    logits = [np.stack([scores[row].float().cpu().numpy() for scores in seen]) for row in range(rows) if seen]
+    logits = [np.stack([scores[row].float().cpu().numpy() for scores in tap.seen]) for row in range(rows) if tap.seen]
     return logits, tokens
 
 
-def tap(runner: ModelRunner, seen: list[Tensor]) -> None:
-    honest: Any = runner._finish_sampling  # type: ignore[attr-defined]  # of CudaRunner: where scores pass by
+class Tap:
+    """Keeps the scores of each step's rows as they pass by, while the block runs."""
 
-    def finish(scores: Tensor | None, sent: Any, step: Any, samples: Any, **more: Any) -> Any:
-        if scores is not None:
-            seen.append(scores[: step.num_rows].clone())
-        return honest(scores, sent, step, samples, **more)
+    def __init__(self, runner: CudaRunner) -> None:
+        self.runner, self.seen = runner, list[Tensor]()
 
-    runner.__dict__["_finish_sampling"] = finish
+    def __enter__(self) -> Tap:
+        honest = self.runner._finish_sampling
 
+        def finish(
+            scores: Tensor | None, told_of: Tensor | None, sent: StepTensors, step: AcceptedStep, samples: Samples,
+            *, all_rows: bool,
+        ) -> DeviceLogprobs | None:  # fmt: skip
+            if scores is not None:
+                self.seen.append(scores[: step.num_rows].clone())
+            return honest(scores, told_of, sent, step, samples, all_rows=all_rows)
 
-def untap(runner: ModelRunner) -> None:
-    del runner.__dict__["_finish_sampling"]
-    torch.cuda.synchronize()
+        # mypy still compares the signatures, as no test does without a GPU.
+        self.runner._finish_sampling = finish  # type: ignore[method-assign]  # a method it is, and gets it back
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.runner.__dict__["_finish_sampling"]
+        torch.cuda.synchronize()

@@ -34,10 +34,11 @@ def drawn(runner: ModelRunner, seed: int) -> list[list[int]]:
             new, ids=pack(range(rows)), positions=pack([position] * rows), counts=pack([count] * rows),
             row_flags=pack([1] * rows), grant_counts=pack([0] * rows),
         )  # fmt: skip
-        accepted = validator.check(2 * number + 1, FOLLOWS, encode_body(step))
+        name = 2 * number + 1
+        accepted = validator.check(name, FOLLOWS, encode_body(step))
         words = rng.integers(-(2**31), 2**31, 2 * words_of(LIMITS.vocabulary)).astype(np.int32)
-        sample = Sample(1, pack([0, 1]), pack(words))
-        masks = validator.check_sample(2 * number + 2, encode_body(sample), 1)
+        sample = Sample(name, pack([0, 1]), pack(words))
+        masks = validator.check_sample(name + 1, encode_body(sample), name)
         assert isinstance(masks, Masks)
         runner.launch(accepted, validator.table)
         tokens = runner.sample(masks).wait().tokens.tolist()

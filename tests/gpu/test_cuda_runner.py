@@ -34,7 +34,7 @@ def make(device: torch.device, dtype: torch.dtype, *, head_norm: bool = True, gr
     topology = Topology(0, 1, 1, (7,))
     config = RunnerConfig(
         dtype, device, LIMITS.block_size, LIMITS.tokens, LIMITS.rows, LIMITS.live_requests, LIMITS.max_model_len,
-        IN_FLIGHT, LIMITS.logprobs, graph_rows,
+        IN_FLIGHT, LIMITS.logprobs, max_graph_rows=graph_rows,
     )  # fmt: skip
     architecture = "Qwen3ForCausalLM" if head_norm else "LlamaForCausalLM"
     model = replace(
