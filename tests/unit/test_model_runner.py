@@ -20,6 +20,8 @@ from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
 from worker.memory.probe import ProbeSettings
 from worker.memory.simulated_device import SimulatedDevice
+from worker.models import decoder
+from worker.models.decoder import Layer
 from worker.parallel.collectives import TensorParallel
 from worker.parallel.groups import Groups, make_groups
 from worker.topology import Topology
@@ -114,6 +116,23 @@ def test_a_busy_stream_computes_what_each_request_computes_alone(runner: ModelRu
     for logits, history in zip(record.logits, record.histories, strict=True):
         alone = whole_forward(runner, history)
         assert np.abs(logits - alone).max() <= 1e-4 * np.abs(alone).max()
+
+
+def test_products_that_accumulate_compute_what_products_and_sums_do(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_workload(runner)
+    monkeypatch.setattr(decoder, "MANY_TOKENS", 2)  # else a step of this workload has too few
+    for layer in runner.model.layers:
+        layer.attention.output.accumulates = layer.mlp.down.accumulates = True
+    added: list[int] = []
+    honest = Layer.add_to_
+    monkeypatch.setattr(Layer, "add_to_", lambda self, *given: added.append(len(given[0])) or honest(self, *given))
+    found = run_workload(runner)
+    assert len(added) > len(runner.model.layers)
+    assert found.tokens == expected.tokens
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
 
 
 def test_a_new_lease_starts_from_nothing(runner: ModelRunner) -> None:

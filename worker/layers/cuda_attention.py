@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
-from worker.layers.launch import Launcher
+from worker.layers.launch import Launcher, power_of_two
 
 MOST_STEPS_IN_FLIGHT = 8  # plans that keep their memory at a time; see `Prefill`
 
@@ -62,12 +62,14 @@ class _Tuning(NamedTuple):
 
 # By programs without splits (rows * KV heads), at most; measured on one H200.
 _TUNINGS = (
-    (16, _Tuning(16, 64, 8, 3)),
+    (16, _Tuning(16, 64, 4, 2)),
     (32, _Tuning(8, 64, 4, 3)),
-    (128, _Tuning(4, 128, 4, 2)),
-    (512, _Tuning(1, 128, 4, 2)),
+    (64, _Tuning(8, 32, 1, 3)),
+    (128, _Tuning(2, 128, 4, 2)),
+    (256, _Tuning(1, 128, 4, 2)),
+    (512, _Tuning(1, 64, 2, 3)),
 )
-_FULL = _Tuning(1, 32, 2, 4)
+_FULL = _Tuning(1, 32, 1, 4)
 _MOST_SPLIT = max(programs * tuning.splits for programs, tuning in _TUNINGS if tuning.splits > 1)
 
 
@@ -117,7 +119,8 @@ class CudaAttention:
     def _launcher(self, tuning: _Tuning, block_size: int) -> Launcher:
         launcher = self.launchers[tuning, block_size] = Launcher(
             kernels.decode_attention, self.device, self.heads, self.kv_heads, self.heads // self.kv_heads,
-            self.head_dim, block_size, tuning.splits, tuning.block, num_warps=tuning.warps, num_stages=tuning.stages,
+            self.head_dim, block_size, tuning.splits, tuning.block,
+            power_of_two(self.heads // self.kv_heads), num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         return launcher
 

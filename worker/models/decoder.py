@@ -17,7 +17,7 @@ from torch import Tensor
 from worker.layers.attention import AttentionBackend, AttentionBatch, make_backend
 from worker.layers.linear import QKV, GateUp, Linear, RowParallel, SoleRank, TensorParallelGroup
 from worker.layers.norm import HeadNorm, RMSNorm
-from worker.layers.ops import Heads, Ops, make_ops
+from worker.layers.ops import MANY_TOKENS, Heads, Ops, make_ops
 from worker.layers.rotary import Rotary
 from worker.layers.vocabulary import Embedding, Head
 from worker.model_config import ModelConfig
@@ -55,12 +55,13 @@ class Attention:
         self.output = RowParallel(f"{name}.o_proj", width, config.hidden, config.output_bias, group, *made)
         self.parts: list[Part] = [self.qkv, self.output]
 
-    def __call__(self, x: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
+    def heads_of(self, x: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
+        """What the heads have seen, before the output projection."""
         qkv = self.qkv(x)
         # The whole batch's keys and values are written before anything reads them: prefixes that are computed in the
         # same step rely on it.
         self.ops.place_heads(qkv, self.heads, self.head_norm, rotation, batch, cache)
-        return self.output(self.backend.attend(qkv, cache, batch))
+        return self.backend.attend(qkv, cache, batch)
 
 
 class MLP:
@@ -74,8 +75,9 @@ class MLP:
         self.ops = context.ops
         self.parts: list[Part] = [self.gate_up, self.down]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+    def gated(self, x: Tensor) -> Tensor:
+        """Before the projection down."""
+        return self.ops.silu_mul(self.gate_up(x))
 
 
 class Layer:
@@ -103,9 +105,19 @@ class Layer:
             x = self.attention_norm(hidden)
         else:
             x, hidden = self.attention_norm.added_to_(update, hidden), update
-        update = self.attention(x, rotation, batch, cache)
+        update = self.attention.output(self.attention.heads_of(x, rotation, batch, cache))
         x, hidden = self.mlp_norm.added_to_(update, hidden), update
-        return hidden, self.mlp(x)
+        return hidden, self.mlp.down(self.mlp.gated(x))
+
+    @property
+    def accumulates(self) -> bool:
+        return self.attention.output.accumulates and self.mlp.down.accumulates
+
+    def add_to_(self, hidden: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> None:
+        """The same into `hidden`, by products that accumulate."""
+        seen = self.attention.heads_of(self.attention_norm(hidden), rotation, batch, cache)
+        self.attention.output.add_to_(hidden, seen)
+        self.mlp.down.add_to_(hidden, self.mlp.gated(self.mlp_norm(hidden)))
 
 
 class Decoder:
@@ -160,6 +172,11 @@ class Decoder:
         `hidden` is not written; the result is a tensor of its own.
         """
         rotation, update = self.ops.rotation(self.rotary, batch.positions), None
+        if len(hidden) >= MANY_TOKENS and all(layer.accumulates for layer in self.layers):
+            hidden = hidden.clone()
+            for layer, cache in zip(self.layers[: len(caches)], caches, strict=True):
+                layer.add_to_(hidden, rotation, batch, cache)
+            return hidden
         for layer, cache in zip(self.layers[: len(caches)], caches, strict=True):
             hidden, update = layer(hidden, update, rotation, batch, cache)
         assert update is not None
