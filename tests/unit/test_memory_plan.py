@@ -84,6 +84,24 @@ def test_a_second_start_takes_the_last_good_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (("--gpu-memory-utilization", "0.8"), [f"graphs took {13 * MIB} bytes, {11 * MIB} were expected"]),
+        (("--kv-cache-memory-bytes", "10MiB"), []),
+    ],
+)
+def test_graphs_are_held_against_what_was_expected_and_that_alone(
+    tmp_path: Path, size: tuple[str, str], says: list[str]
+) -> None:
+    plan, runner, notes = planned(tmp_path, *size)
+    plan.profile(runner)
+    with plan._books.phase("graphs"):
+        runner.device.outside += 13 * MIB
+    plan.reconciled(runner)
+    assert notes.said == says
+
+
+@pytest.mark.parametrize(
     ("blocks", "layout", "says"),
     [
         (0, "NHD", "0 blocks are asked for, 10 were offered"),

@@ -84,10 +84,10 @@ class MemoryPlan:
         """The ledger once everything is there, and what graphs really took kept for the next start."""
         told, expected = self.ledger(runner), self._budget.profile.graphs
         took = told.lines["graphs"]
-        if self._config.memory.kv_bytes is None:
+        if self._config.memory.kv_bytes is None:  # else nothing was expected of graphs
             self._last_good.write(Figure(self._budget.kv, max(0, took)))
-        if took > expected and self._config.memory.graphs:
-            self._note(f"graphs took {took} bytes, {expected} were expected")
+            if took > expected and self._config.memory.graphs:
+                self._note(f"graphs took {took} bytes, {expected} were expected")
         return told
 
     def ledger(self, runner: Runner, released: Set[int] = frozenset()) -> Memory:
