@@ -4,14 +4,13 @@ of long rows, then a token a step by that of decoding, captured graphs included.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from worker.execution.batch import Samples
-from worker.execution.cuda_runner import CudaRunner
-from worker.execution.device_step import StepTensors
 from worker.execution.model_runner import ModelRunner
 from worker.execution.runner import PendingOutput
 from worker.execution.sampler import DeviceLogprobs
@@ -19,6 +18,10 @@ from workerproto.codec import encode_body, pack
 from workerproto.messages import New, RowFlag, Sampling, Step
 from workerproto.steps import AcceptedStep, StepLimits
 from workerproto.validate import StepValidator
+
+if TYPE_CHECKING:  # it imports Triton, and this is imported where there is none, to be deselected
+    from worker.execution.cuda_runner import CudaRunner
+    from worker.execution.device_step import StepTensors
 
 _SAMPLE, _FORCED = int(RowFlag.SAMPLE), int(RowFlag.FORCED)
 

@@ -105,9 +105,11 @@ class Stream:
             self._open = sequence
         elif kind == RESET and self._open:  # which ends it
             self._open, self._head_since = 0, time.monotonic()
+        if kind in _UNANSWERED:
+            return self._to_ranks(sequence, lease_seq, kind, flags, body, lease_seq)
+        place = self._record(sequence)  # before a rank can begin with it; what is not told by times comes after
         self._to_ranks(sequence, lease_seq, kind, flags, body, lease_seq)
-        if kind not in _UNANSWERED:
-            self.expect(sequence, lease, lease_seq)
+        self._expect(InFlight(sequence, lease, lease_seq, place))
 
     def send_sample(self, body: bytes, lease: Lease, lease_seq: int, step: int) -> None:
         """Masks for the step that waits for them, which the scheduler calls `step`; they are answered if refused."""
@@ -137,13 +139,18 @@ class Stream:
             socket.recv()
 
     def expect(self, gang_seq: int, lease: Lease | None, lease_seq: int) -> None:
-        """An answer is due."""
-        if not self.in_flight:
-            self._head_since = time.monotonic()
+        """An answer is due, to what went another way than `send`."""
+        self._expect(InFlight(gang_seq, lease, lease_seq, self._record(gang_seq)))
+
+    def _record(self, gang_seq: int) -> int:
         place = self.trace.begin()
         self.trace.receive(gang_seq)
         self.trace.flag(FLAG_RELAYED)
-        frame = InFlight(gang_seq, lease, lease_seq, place)
+        return place
+
+    def _expect(self, frame: InFlight) -> None:
+        if not self.in_flight:
+            self._head_since = time.monotonic()
         self.in_flight.append(frame)
         self.recent.append(frame)
 
