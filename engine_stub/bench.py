@@ -1,7 +1,8 @@
 """`bench`: decode milliseconds per step and prefill tokens per second of a running gang.
 
 Decode time is the difference between two generation lengths, so that prefill and set-up cancel out; the median of
-three. Greedy, random prompts, no end-of-sequence, no prefix reuse.
+three. Greedy, random prompts, no end-of-sequence, no prefix reuse. Where a longer generation did not take longer, the
+noise is larger than what is measured, and there is no figure.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, client: Client) -> None:
     """Print one JSON line: {"startup_s", "decode_ms": {batch: ms}, "prefill_tok_s": {"BxN": tokens/s}}.
 
-    startup_s is null: the gang was there before this began. Raises ValueError for sizes that are none, or that the
-    gang has no room for.
+    startup_s is null: the gang was there before this began. So is a decode time that noise hides. Raises ValueError for
+    sizes that are none, or that the gang has no room for.
     """
     try:
         batches = [int(batch) for batch in args.batches.split(",") if batch]
@@ -44,10 +45,15 @@ def run(args: argparse.Namespace, client: Client) -> None:
         pairs = [(number, length) for number, length in shapes]
     except ValueError:
         raise ValueError(f"--batches {args.batches!r} or --prefill {args.prefill!r} is not like 1,4 or 4x512") from None
-    sizes = [args.prompt, args.short, args.steps, *batches, *(size for pair in pairs for size in pair)]
-    sizes += [size for size in (args.decode_batches, args.prefill_tokens) if size is not None]
-    if min(*sizes, args.ahead + 1) < 1:
-        raise ValueError("a size is below 1, or --ahead below 0")
+    for option, least, sizes in (
+        ("--prompt", 1, [args.prompt]), ("--short", 1, [args.short]), ("--steps", 1, [args.steps]),
+        ("--batches", 1, batches), ("--prefill", 1, [size for pair in pairs for size in pair]),
+        ("--decode-batches", 1, [args.decode_batches]), ("--ahead", 0, [args.ahead]),
+        ("--prefill-tokens", 1, [args.prefill_tokens]),
+    ):  # fmt: skip
+        for size in sizes:
+            if size is not None and size < least:
+                raise ValueError(f"{option} has {size}, it must be at least {least}")
     engine = Engine(
         client, batches=args.decode_batches, ahead=args.ahead, prefill_tokens=args.prefill_tokens, prefix_caching=False
     )
@@ -56,12 +62,12 @@ def run(args: argparse.Namespace, client: Client) -> None:
     bench.seconds(2, min(args.prompt, 32), 4)
     decode_ms = {}
     for batch in batches:
-        runs = []
+        differences = []
         for _ in range(REPEATS):
             long = bench.seconds(batch, args.prompt, args.short + args.steps)
-            runs.append((long - bench.seconds(batch, args.prompt, args.short)) / args.steps)
-        decode_ms[batch] = round(statistics.median(runs) * 1e3, 3)
-        _say(f"decode, batch {batch}: {decode_ms[batch]} ms/step")
+            differences.append(long - bench.seconds(batch, args.prompt, args.short))
+        decode_ms[batch], told = per_step(differences, args.steps)
+        _say(f"decode, batch {batch}: {told}")
     prefill_tok_s = {}
     for number, length in pairs:
         seconds = statistics.median(bench.seconds(number, length, 1) for _ in range(REPEATS))
@@ -70,19 +76,31 @@ def run(args: argparse.Namespace, client: Client) -> None:
     print(json.dumps({"startup_s": None, "decode_ms": decode_ms, "prefill_tok_s": prefill_tok_s}), flush=True)
 
 
+def per_step(differences: list[float], steps: int) -> tuple[float | None, str]:
+    """Milliseconds a step, of seconds that `steps` more took each time; None if some took none. And in words."""
+    times = [difference / steps * 1e3 for difference in differences]
+    between = f"from {min(times):.3f} to {max(times):.3f} ms/step in {len(times)} runs"
+    if min(times) <= 0:
+        return None, f"no figure, {between}: noise is larger than what {steps} steps take; give more --steps"
+    return (middle := round(statistics.median(times), 3)), f"{middle} ms/step, {between}"
+
+
 def _check_room(facts: Facts, args: argparse.Namespace, batches: list[int], pairs: list[tuple[int, int]]) -> None:
-    """Raises ValueError for a batch that takes more than one step, or runs that end early: the figures would be of
-    something else.
+    """Raises ValueError for a batch that takes more than one step, prompts that the cache does not hold together, or
+    runs that end early: the figures would be of something else.
     """
     longest = args.prompt + args.short + args.steps
     for length in (longest, *(length + 1 for _, length in pairs)):
         if length > facts.max_model_len:
             raise ValueError(f"prompt and new tokens come to {length}, a request has {facts.max_model_len} at most")
-    most = min(facts.limits.rows, facts.limits.tokens, facts.kv.num_blocks // -(-longest // facts.kv.block_size))
-    for batch in batches:
-        if batch > most:
+    kv, step = facts.kv, min(facts.limits.rows, facts.limits.tokens)
+    wanted = [(batch, longest, step) for batch in batches]
+    wanted += [(number, length + 1, number) for number, length in pairs]  # of which a step takes as many as it can
+    for number, length, at_once in wanted:
+        most = min(at_once, kv.num_blocks // -(-length // kv.block_size))
+        if number > most:
             raise ValueError(
-                f"a batch of {batch} does not fit, at most {most} requests of {longest} tokens run at once"
+                f"a batch of {number} does not fit, at most {most} requests of {length} tokens run at once"
             )
 
 

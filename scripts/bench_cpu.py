@@ -67,6 +67,8 @@ def last_json(command: list[str]) -> dict[str, Any]:
     if done.returncode or not found:
         raise GangError(f"exit {done.returncode} and {len(found)} JSON lines from: {shlex.join(command)}")
     figures: dict[str, Any] = json.loads(found[-1])
+    if None in figures.get("decode_ms", {}).values():
+        raise GangError(f"noise hides a decode step in {found[-1]}: give more --steps to: {shlex.join(command)}")
     return figures
 
 

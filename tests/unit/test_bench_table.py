@@ -26,6 +26,11 @@ def test_the_last_json_line_counts() -> None:
     assert last_json([sys.executable, "-c", code]) == {"a": 2}
 
 
+def test_a_time_that_noise_hides_is_compared_with_nothing() -> None:
+    with pytest.raises(GangError, match="noise hides a decode step"):
+        last_json([sys.executable, "-c", """print('{"decode_ms": {"1": 8.0, "4": null}}')"""])
+
+
 @pytest.mark.parametrize("code", ["print('chatter')", "print('{}'); raise SystemExit(3)"])
 def test_no_figures_or_a_failure_is_said(code: str) -> None:
     with pytest.raises(GangError, match=r"exit (0 and 0|3 and 1) JSON lines"):

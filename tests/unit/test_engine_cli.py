@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine_stub.__main__ import main
+from engine_stub.bench import per_step
 from engine_stub.text import TextModel, TextStream
 from workerproto.testing.fake_gang import FakeGang, fake_facts
 from workerproto.testing.fake_model import continuation
@@ -93,6 +94,13 @@ def test_bench_ends_in_one_line_of_json(run: Run) -> None:
     assert "decode, batch 3" in err
 
 
+def test_a_time_that_noise_hides_is_none() -> None:
+    assert per_step([0.010, 0.012, 0.020], 4) == (3.0, "3.0 ms/step, from 2.500 to 5.000 ms/step in 3 runs")
+    figure, told = per_step([0.010, -0.001, 0.020], 2)
+    assert figure is None
+    assert told.startswith("no figure, from -0.500 to 10.000 ms/step in 3 runs: noise is larger than what 2 steps take")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -106,11 +114,16 @@ def test_bench_ends_in_one_line_of_json(run: Run) -> None:
         (["generate", "--prompt-ids", "1", "--logprobs", "21"], "21 logprobs asked for, at most 20 are given"),
         (["generate", "--prompt", "\udcff", "--tokenizer", "{model}"], r"the prompt '\udcff' is not UTF-8"),
         (["bench", "--prefill", "4"], "is not like 1,4 or 4x512"),
-        (["bench", "--steps", "0"], "a size is below 1"),
-        (["bench", "--batches", "4,0"], "a size is below 1"),
+        (["bench", "--steps", "0"], "--steps has 0, it must be at least 1"),
+        (["bench", "--batches", "4,0"], "--batches has 0, it must be at least 1"),
+        (["bench", "--prefill", "1x-1"], "--prefill has -1, it must be at least 1"),
+        (["bench", "--ahead", "-1"], "--ahead has -1, it must be at least 0"),
         (["bench", "--batches", "4,17", "--prefill", ""], "a batch of 17 does not fit, at most 16 requests of 100"),
         (["bench", "--batches", "9999999999", "--prefill", ""], "a batch of 9999999999 does not fit"),
         (["bench", "--batches", "10", "--prompt", "400", "--prefill", ""], "at most 9 requests of 436 tokens run at"),
+        (["bench", "--prefill", "99999999x1"], "a batch of 99999999 does not fit, at most 256 requests of 2"),
+        (["bench", "--prefill", "2x16,9x511"], "a batch of 9 does not fit, at most 8 requests of 512 tokens run at"),
+        (["bench", "--steps", "99999999"], "prompt and new tokens come to 100000067, a request has 512 at most"),
         (["bench", "--prompt", "500"], "prompt and new tokens come to 536, a request has 512 at most"),
         (["bench", "--prefill", "1x512"], "prompt and new tokens come to 513, a request has 512 at most"),
     ],
