@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from pathlib import Path
+try:
+    import argparse
+    import os
+    import sys
+    from pathlib import Path
 
-from engine_stub import bench, generate
-from engine_stub.engine import StepRejected
-from workerproto.client import Client
-from workerproto.curve import CurveKeys
-from workerproto.rundir import DEFAULT_NAME, endpoint_of
+    from engine_stub import bench, generate
+    from engine_stub.engine import StepRejected
+    from workerproto.client import Client
+    from workerproto.curve import CurveKeys
+    from workerproto.rundir import DEFAULT_NAME, endpoint_of
+except KeyboardInterrupt:  # Ctrl-C so early: no traceback of imports
+    raise SystemExit(130) from None
 
 
 def main() -> None:
@@ -43,8 +46,6 @@ def main() -> None:
             raise
         _drop_output()
         sys.exit(f"engine_stub: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _drop_output() -> None:
@@ -56,4 +57,7 @@ def _drop_output() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,23 +4,26 @@ The last line is one JSON object: completions (what was generated, in the order 
 all requests together), ranks.
 """
 
-import argparse
-import json
-import os
-import shlex
-import signal
-import sys
-import time
-from pathlib import Path
+try:
+    import argparse
+    import json
+    import os
+    import shlex
+    import signal
+    import sys
+    import time
+    from pathlib import Path
 
-from engine_stub.engine import Engine, StepRejected
-from engine_stub.request import Params
-from engine_stub.text import TextModel
-from fetch_model import FetchError, fetch_model
-from gang import LAUNCHERS, GangError, launch_command, running_gang
-from screen import Screen, draw_table, heading
-from workerproto.client import Client, ClientError
-from workerproto.rundir import endpoint_of
+    from engine_stub.engine import Engine, StepRejected
+    from engine_stub.request import Params
+    from engine_stub.text import TextModel
+    from fetch_model import FetchError, fetch_model
+    from gang import LAUNCHERS, GangError, launch_command, running_gang
+    from screen import Screen, draw_table, heading
+    from workerproto.client import Client, ClientError
+    from workerproto.rundir import endpoint_of
+except KeyboardInterrupt:  # Ctrl-C so early: no traceback of imports
+    raise SystemExit(130) from None
 
 # What the gang is to have room for: its start runs the largest step once, to know its memory.
 SIZES = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")

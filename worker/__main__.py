@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from typing import TYPE_CHECKING, NoReturn, TextIO
+try:
+    import os
+    import sys
+    import time
+    from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from worker.exit_codes import ExitCode, Failure
-from worker.logs import log_to, log_to_terminal
-from worker.processes import die_when_asked, die_with_parent, parent_identity, refuse_core_dumps
-from worker.rank.stacks import offer as offer_stacks
+    from worker.exit_codes import ExitCode, Failure
+    from worker.logs import log_to, log_to_terminal
+    from worker.processes import die_when_asked, die_with_parent, parent_identity, refuse_core_dumps
+    from worker.rank.stacks import offer as offer_stacks
+except KeyboardInterrupt:  # Ctrl-C so early: no traceback of imports
+    raise SystemExit(130) from None
 
 if TYPE_CHECKING:
     from worker.config import GangConfig

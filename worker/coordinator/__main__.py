@@ -8,17 +8,20 @@ which tells by its end that the starter is gone.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
+try:
+    import argparse
+    import os
+    import sys
 
-from worker.config import resolve
-from worker.coordinator.incarnation import Launch
-from worker.coordinator.run import run
-from worker.exit_codes import ExitCode, Failure
-from worker.options import Parser, add_gang_options
-from worker.os_errors import told
-from worker.processes import refuse_core_dumps
+    from worker.config import resolve
+    from worker.coordinator.incarnation import Launch
+    from worker.coordinator.run import run
+    from worker.exit_codes import ExitCode, Failure
+    from worker.options import Parser, add_gang_options
+    from worker.os_errors import told
+    from worker.processes import refuse_core_dumps
+except KeyboardInterrupt:  # Ctrl-C so early: no traceback of imports
+    raise SystemExit(130) from None
 
 
 def main() -> int:
@@ -74,4 +77,7 @@ def _agent(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before `run`, which ends in order
+        sys.exit(130)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
-from importlib import import_module
+try:
+    import os
+    import sys
+    from collections.abc import Sequence
+    from importlib import import_module
 
-from worker.ctl.commands import COMMANDS
-from worker.exit_codes import ExitCode, Failure
-from worker.os_errors import told
-from worker.standard_streams import open_standard_streams
+    from worker.ctl.commands import COMMANDS
+    from worker.exit_codes import ExitCode, Failure
+    from worker.os_errors import told
+    from worker.standard_streams import open_standard_streams
+except KeyboardInterrupt:  # Ctrl-C so early: no traceback of imports
+    raise SystemExit(130) from None
 
 
 def usage() -> str:
@@ -23,9 +26,11 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    open_standard_streams()
     try:
+        open_standard_streams()
         return _run(arguments)
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # the reader of our table, or of a help text, has seen enough
         _drop_stdout()
         return ExitCode.OK
@@ -55,8 +60,6 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         print(f"rankd: error: {error}", file=sys.stderr)
         return getattr(error, "code", ExitCode.BAD_CONFIG)
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         raise
     except OSError as error:  # of files and folders that a command reads or writes, whichever they are

@@ -135,6 +135,8 @@ class FakeWorker:
 
 
 def main() -> None:
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda *_: sys.exit(0))
     parser = argparse.ArgumentParser(prog="python -m workerproto.testing.fake_worker", description=__doc__)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--name", help="be the gang of this name in the run directory")
@@ -153,8 +155,6 @@ def main() -> None:
         every, told = whole(1, INTEGER_MAX), f"{what} (default: never)"
         parser.add_argument(f"--{option}", type=every, default=0, metavar="N", help=told)
     args = parser.parse_args()
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, lambda *_: sys.exit(0))
     facts = fake_facts(
         num_blocks=args.num_blocks,
         block_size=args.block_size,
