@@ -1,6 +1,7 @@
 """Time one rank in process on one GPU, and show where the device's time goes: no scheduler, no sockets.
 
 usage: gpu_profile.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
+       [--host-profile] [--pictures FOLDER] [--json FILE]
 Step k + 1 is launched while step k runs, as a scheduler with credit for two does. Correctness is tests/gpu's; what a
 scheduler sees is scripts/bench gpu's.
 """
@@ -25,6 +26,8 @@ import numpy as np
 import torch
 
 from gpu_models import LONGEST, model_folder
+from gpu_steps import Timeline, events_of, timeline_of
+from gpu_timeline import between, picture
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.runner import PendingOutput, RunnerConfig, StepOutput
 from worker.model_config import ModelConfig
@@ -154,30 +157,63 @@ class Bench:
         return tokens() == tokens()
 
 
-def device_profile(work: Callable[[], object], title: str, rows: int = 14) -> dict[str, Any]:
-    """Where the device's time goes in the last ten steps, by kernel and grid. A kernel is charged from the end of the
-    one before it to its own end, since kernels overlap. Gaps are from the end of a step's last kernel to the start of
-    the next one's first."""
+def device_profile(work: Callable[[], object], title: str, rows: int = 14) -> Timeline:
+    """Where the device's time goes in the last ten steps, by kernel and grid; see `gpu_steps`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    ran = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"] + e["dur"])
-    firsts = [place for place, event in enumerate(ran) if event["name"] == "choose_inputs"][-10:]
-    gaps = [ran[place]["ts"] - ran[place - 1]["ts"] - ran[place - 1]["dur"] for place in firsts[1:]]
-    charged: dict[tuple[str, str], list[float]] = {}
-    end = ran[firsts[0]]["ts"]
-    for event in ran[firsts[0] :]:
-        ended = event["ts"] + event["dur"]
-        charged.setdefault((event["name"][:60], str(event["args"].get("grid", ""))), []).append(ended - end)
-        end = ended
-    total, rounded = end - ran[firsts[0]]["ts"], [round(gap, 1) for gap in gaps]
-    print(f"{title}: {total / len(firsts):.0f} us a step of {len(firsts)}; gaps between steps {rounded} us")
+        found = timeline_of(events_of(json.loads(Path(file.name).read_text())["traceEvents"]))
+    gaps = [round(gap, 1) for gap in found.gaps]
+    print(f"{title}: {found.us_a_step:.0f} us a step of {len(found.steps)}; gaps before steps {gaps} us")
+    charged = found.charged()
+    total = sum(map(sum, charged.values()))
     for (name, grid), times in sorted(charged.items(), key=lambda item: -sum(item[1]))[:rows]:
-        print(f"  {sum(times) / total:6.1%} {len(times):5} x {sum(times) / len(times):8.2f} us  {name} {grid}")
-    return {"us_a_step": round(total / len(firsts), 1), "gaps_us": rounded}
+        print(f"  {sum(times) / total:6.1%} {len(times):5} x {sum(times) / len(times):8.2f} us  {name[:60]} {grid}")
+    print(f"  {between(found)}")
+    return found
+
+
+def timelines(
+    bench: Bench, name: str, batches: list[int], prompt: int, shape: list[int], folder: Path | None
+) -> dict[str, Any]:
+    """Of steps that decode, the largest batch with mixed sampling too, and of prompts; pictures into `folder`."""
+    most = max(batches)
+    works: dict[str, tuple[list[AcceptedStep], list[AcceptedStep]]] = {}
+    for batch in batches:
+        works[f"decode {batch}"] = bench.prompts(batch, prompt), bench.decodes(batch, prompt, 14)
+    works[f"mixed {most}"] = bench.prompts(most, prompt, MIXED), bench.decodes(most, prompt, 14)
+    works["prefill {}x{}".format(*shape)] = [], bench.prompts(shape[0], shape[1])
+    figures = {}
+    for kind, (before, steps) in works.items():
+        bench.run(before)
+        found = device_profile(partial(bench.run, steps), f"{name} {kind}")
+        gaps = [round(gap, 1) for gap in found.gaps]
+        figures[kind] = {"us_a_step": round(found.us_a_step, 1), "gaps_us": gaps}
+        if folder is not None:
+            file = folder / f"{name} {kind}.svg".replace(" ", "-")
+            file.write_text(picture(found, f"{name} {kind}"), encoding="utf-8")
+    return figures
+
+
+def host_profile(bench: Bench, batch: int, prompt: int, shape: list[int]) -> None:
+    """Where launching spends the host's time."""
+    bench.run(bench.prompts(1, 64))
+    bench.run(bench.decodes(1, 64, 1))  # leaves a packet that the graph of one row can read again
+    graph = bench.runner.graphs[1][0]
+    for waited in (True, False):
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(20):
+            if waited:
+                torch.cuda.synchronize()
+            at = time.perf_counter()
+            graph.replay()
+            times.append(round((time.perf_counter() - at) * 1e6))
+        print("graph launch, us", "idle" if waited else "busy", times)
+    profile(partial(bench.decode, batch, prompt, 100), "decode steps, 100")
+    profile(partial(bench.prefill, *shape), "prefill")
 
 
 def profile(work: Callable[[], object], title: str) -> None:
@@ -195,9 +231,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--prefill", default="16x2048")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--host-profile", action="store_true", help="where launching spends the host's time")
+    parser.add_argument("--host-profile", action="store_true", help="timelines, and where launching spends time")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="timelines, each an SVG in FOLDER too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.pictures:
+        args.pictures.mkdir(parents=True, exist_ok=True)
     batches = [int(batch) for batch in args.batches.split(",")]
     shape = [int(part) for part in args.prefill.split("x")]
     result: dict[str, object] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
@@ -216,32 +255,10 @@ def main() -> None:
         print(f"{name} mixed sampling {max(batches)}", found["mixed_sampling"], flush=True)
         found["prefill"] = bench.prefill(*shape)
         print(f"{name} prefill {args.prefill}", found["prefill"], flush=True)
+        if args.host_profile or args.pictures:
+            found["timelines"] = timelines(bench, name, batches, args.prompt, shape, args.pictures)
         if args.host_profile:
-            timelines: dict[str, object] = {}
-            for batch in batches:
-                bench.run(bench.prompts(batch, args.prompt))
-                work = partial(bench.run, bench.decodes(batch, args.prompt, 14))
-                timelines[f"decode {batch}"] = device_profile(work, f"{name} decode {batch}")
-            bench.run(bench.prompts(max(batches), args.prompt, MIXED))
-            work = partial(bench.run, bench.decodes(max(batches), args.prompt, 14))
-            timelines["mixed"] = device_profile(work, f"{name} decode {max(batches)}, mixed sampling")
-            timelines["prefill"] = device_profile(partial(bench.run, bench.prompts(8, 2048)), f"{name} prefill 4x2048")
-            found["timelines"] = timelines
-            bench.run(bench.prompts(1, 64))
-            bench.run(bench.decodes(1, 64, 1))  # leaves a packet that the graph of one row can read again
-            graph = bench.runner.graphs[1][0]
-            for waited in (True, False):
-                torch.cuda.synchronize()
-                times = []
-                for _ in range(20):
-                    if waited:
-                        torch.cuda.synchronize()
-                    at = time.perf_counter()
-                    graph.replay()
-                    times.append(round((time.perf_counter() - at) * 1e6))
-                print("graph launch, us", "idle" if waited else "busy", times)
-            profile(partial(bench.decode, batches[0], args.prompt, 100), "decode steps, 100")
-            profile(partial(bench.prefill, *shape), "prefill")
+            host_profile(bench, batches[0], args.prompt, shape)
         found["steps"] = dict(zip(("graph", "eager"), bench.runner.graph_counts, strict=True))
         print(found["repeatable"], found["steps"])
         result[name] = found
