@@ -75,6 +75,8 @@ def last_json(command: list[str]) -> dict[str, Any]:
 def table(pp: int, ours: dict[str, Any], peer: dict[str, Any]) -> list[str]:
     """Return a Markdown table of both sides; the ratio is ours to the peer's."""
     rows = [("start to ready, s", ours["startup_s"], peer["startup_s"])]
+    if "later_startup_s" in ours and "later_startup_s" in peer:
+        rows.append(("start to ready, later, s", ours["later_startup_s"], peer["later_startup_s"]))
     rows += [(f"decode, batch {b}, ms/step", ms, peer["decode_ms"][b]) for b, ms in ours["decode_ms"].items()]
     rows += [(f"prefill {s}, tokens/s", n, peer["prefill_tok_s"][s]) for s, n in ours["prefill_tok_s"].items()]
     head = [f"| pp {pp} | rankd | peer | ratio |", "|---|---|---|---|"]

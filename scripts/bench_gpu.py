@@ -2,15 +2,18 @@
 then how far that is from what the device could do; on request beside a peer, and beside an earlier result.
 
 The shapes are Qwen3's with random weights, greedy. The peer is as in bench_cpu.py; a ratio is ours to the other's. All
-that is measured goes into --json, and from there into --compare of a later run.
+that is measured goes into --json, and from there into --compare of a later run. A side's first start may compile what
+later ones find; --later-starts has each side started again after its measurement, N times, for nothing else.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +39,13 @@ def main() -> None:
     ap.add_argument("--compare", type=Path, metavar="FILE", help="an earlier result")
     ap.add_argument("--peer", metavar="PYTHON", help="the python of the peer's environment")
     ap.add_argument("--peer-script", metavar="FILE", help="the script it runs")
+    ap.add_argument("--later-starts", type=int, default=0, metavar="N", help="so many more of each side (default: 0)")
     ap.add_argument("--untested", action="store_true", help="leave out correctness, which takes a minute")
     args = ap.parse_args()
     if (args.peer is None) != (args.peer_script is None):
         ap.error("--peer and --peer-script go together")
+    if args.later_starts < 0:
+        ap.error(f"--later-starts is {args.later_starts}, it must be at least 0")
     if not args.untested:
         say("correctness")
         check(TESTS)
@@ -51,10 +57,14 @@ def main() -> None:
             model = model_folder(name, Path(folder))
             say(f"rankd, {name}")
             result["models"][name] = found = {"rankd": measure_gang(model, [*workload, "--ahead", str(args.ahead)])}
+            found["rankd"] |= later(lambda m=model: start_gang(m), args.later_starts)  # type: ignore[misc]  # a default binds the loop's value
             print(json.dumps(found["rankd"]), flush=True)
             if args.peer:
                 say(f"peer, {name}")
-                found["peer"] = peer = last_json([args.peer, args.peer_script, str(model), "--dummy", *workload])
+                command = [args.peer, args.peer_script, str(model), "--dummy"]
+                found["peer"] = peer = last_json([*command, *workload])
+                start = [*command, *least_workload(args.batches)]
+                peer |= later(lambda c=start: float(last_json(c)["startup_s"]), args.later_starts)  # type: ignore[misc]  # as above
                 print(json.dumps(peer), flush=True)
                 print("\n".join(table(1, found["rankd"], peer)), flush=True)
     say("roofline")
@@ -78,10 +88,7 @@ def check(tests: tuple[str, ...]) -> None:
 
 def measure_gang(model: Path, workload: list[str], *options: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """The figures of one gang; `startup_s` is from the start of the launcher to READY, in seconds."""
-    name = f"bench-{os.getpid()}"
-    sizes = ("--max-num-seqs", "256", "--max-num-batched-tokens", str(BATCHED_TOKENS))
-    fixed = ("--device", "cuda", "--load-format", "dummy", *sizes)
-    command = launch_command("coordinator", name, model, tp, pp, *fixed, *options)
+    name, command = _gang(model, tp, pp, *options)
     with running_gang(command, name) as startup_s:
         bench = [sys.executable, "-m", "engine_stub", "bench", "--name", name, *workload]
         figures = last_json(bench)
@@ -90,6 +97,33 @@ def measure_gang(model: Path, workload: list[str], *options: str, tp: int = 1, p
     facts = {key: ranks[0].get(key) for key in ("kernels", "graph_hit_rate", "num_blocks")}
     facts["time_shares"] = [rank.get("time_shares") for rank in ranks]  # of the prompts at the end
     return figures | {"startup_s": round(startup_s, 1)} | facts
+
+
+def start_gang(model: Path) -> float:
+    """Seconds from the start of the launcher to READY, of a gang as `measure_gang` has it."""
+    name, command = _gang(model, 1, 1)
+    with running_gang(command, name) as startup_s:
+        return startup_s
+
+
+def _gang(model: Path, tp: int, pp: int, *options: str) -> tuple[str, list[str]]:
+    """Its name, and the command that starts it."""
+    name = f"bench-{os.getpid()}"
+    sizes = ("--max-num-seqs", "256", "--max-num-batched-tokens", str(BATCHED_TOKENS))
+    fixed = ("--device", "cuda", "--load-format", "dummy", *sizes)
+    return name, launch_command("coordinator", name, model, tp, pp, *fixed, *options)
+
+
+def later(start: Callable[[], float], times: int) -> dict[str, Any]:
+    """Seconds of each of so many further starts, and their median; nothing for none."""
+    seconds = [round(start(), 1) for _ in range(times)]
+    return {"later_startup_s": round(statistics.median(seconds), 1), "later_starts_s": seconds} if seconds else {}
+
+
+def least_workload(batches: str) -> list[str]:
+    """What a peer that has to be given work does least of, sized as in the run before: by its largest batch."""
+    largest = max(int(batch) for batch in batches.split(","))
+    return ["--prompt", "16", "--short", "1", "--steps", "1", "--batches", str(largest), "--prefill", ""]
 
 
 def floor(name: str, device: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +163,9 @@ def comparison(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for kind in ("decode_ms", "prefill_tok_s"):
             for key in [key for key in new[kind] if key in old[kind]]:
                 lines.append(f"| {name} {kind} {key} | {new[kind][key] / old[kind][key]:.3f} |")
-        lines.append(f"| {name} startup_s | {new['startup_s'] / old['startup_s']:.3f} |")
+        for key in ("startup_s", "later_startup_s"):
+            if key in new and key in old:
+                lines.append(f"| {name} {key} | {new[key] / old[key]:.3f} |")
     return lines
 
 
