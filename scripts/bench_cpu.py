@@ -59,10 +59,13 @@ def measure_gang(model: Path, pp: int, dtype: str, workload: list[str]) -> dict[
         return last_json(bench) | {"startup_s": round(startup_s, 1)}
 
 
-def last_json(command: list[str]) -> dict[str, Any]:
-    """Run `command` and return the last JSON object it printed; its stderr is ours."""
+def last_json(command: list[str], limit_s: float = PEER_LIMIT_S) -> dict[str, Any]:
+    """Run `command` and return the last JSON object it printed; its stderr is ours. Raises GangError if it fails."""
     print(f"$ {shlex.join(command)}", file=sys.stderr, flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PEER_LIMIT_S, check=False)
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise GangError(f"not done in {limit_s:.0f} s: {shlex.join(command)}") from None
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not found:
         raise GangError(f"exit {done.returncode} and {len(found)} JSON lines from: {shlex.join(command)}")

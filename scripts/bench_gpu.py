@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_cpu import last_json, say, table
-from gang import GangError, launch_command, running_gang, status
+from bench_cpu import PEER_LIMIT_S, last_json, say, table
+from gang import START_LIMIT_S, GangError, launch_command, running_gang, status
 from gpu_models import SHAPES, cache_bytes_per_token, matrix_elements, model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,12 +86,14 @@ def check(tests: tuple[str, ...]) -> None:
         raise GangError("correctness: tests failed, so no speed is measured")
 
 
-def measure_gang(model: Path, workload: list[str], *options: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
+def measure_gang(
+    model: Path, workload: list[str], *options: str, tp: int = 1, pp: int = 1, limit_s: float = PEER_LIMIT_S
+) -> dict[str, Any]:
     """The figures of one gang; `startup_s` is from the start of the launcher to READY, in seconds."""
     name, command = _gang(model, tp, pp, *options)
-    with running_gang(command, name) as startup_s:
+    with running_gang(command, name, min(limit_s, START_LIMIT_S)) as startup_s:
         bench = [sys.executable, "-m", "engine_stub", "bench", "--name", name, *workload]
-        figures = last_json(bench)
+        figures = last_json(bench, max(1.0, limit_s - startup_s))
         seen = status(name)
     ranks = seen["ranks"] if seen else [{}]
     facts = {key: ranks[0].get(key) for key in ("kernels", "graph_hit_rate", "num_blocks")}

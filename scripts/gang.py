@@ -58,11 +58,11 @@ def status(name: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def running_gang(command: list[str], name: str) -> Iterator[float]:
+def running_gang(command: list[str], name: str, limit_s: float = START_LIMIT_S) -> Iterator[float]:
     """Run `command`, which starts the gang `name`, and yield the seconds it took to be ready.
 
     Raises:
-        GangError: it ended before that, or was not ready in `START_LIMIT_S` seconds.
+        GangError: it ended before that, or was not ready in `limit_s` seconds.
     """
     with tempfile.TemporaryFile("w+") as log:
         started = time.monotonic()
@@ -75,7 +75,7 @@ def running_gang(command: list[str], name: str) -> Iterator[float]:
             preexec_fn=_end_with_parent,
         )
         try:
-            _wait_until_ready(process, name, started, log)
+            _wait_until_ready(process, name, started, limit_s, log)
             yield time.monotonic() - started
         finally:
             _end(process, name)
@@ -86,7 +86,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], name: str, started: float, log: Any) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], name: str, started: float, limit_s: float, log: Any) -> None:
     progress = Progress(started)
     while True:
         answer = status(name)
@@ -96,9 +96,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], name: str, started: floa
         if process.poll() is not None:
             progress.end()
             raise GangError(_first_cause(log, process.returncode), process.returncode)
-        if time.monotonic() - started > START_LIMIT_S:
+        if time.monotonic() - started > limit_s:
             progress.end()
-            raise GangError(f"the gang was not ready within {START_LIMIT_S:.0f} s; its last state: {answer}")
+            raise GangError(f"the gang was not ready within {limit_s:.0f} s; its last state: {answer}")
         progress.show(_describe(answer))
         time.sleep(POLL_S)
 
