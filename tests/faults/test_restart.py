@@ -6,11 +6,15 @@ import json
 import os
 import re
 import signal
+import subprocess
+import time
 import urllib.request
 from pathlib import Path
 
 from tests.faults.fake_gangs import failure, fake_gang, next_event, prompt_step
-from tests.gang.gangs import RunningGang, workerctl
+from tests.gang.gangs import WORKERCTL, RunningGang, environment, workerctl
+from worker.ctl.admin_client import ask
+from worker.run_files import RunFiles
 from workerproto.client import Client
 from workerproto.states import Gang
 
@@ -87,3 +91,37 @@ def test_every_view_follows_the_epoch(run_dir: Path, tmp_path: Path) -> None:
         running.process.terminate()
         assert running.wait_exit(10) == 0
         running.wait_nothing_left()
+
+
+def test_who_waits_for_an_operation_hears_what_became_of_it(run_dir: Path, tmp_path: Path) -> None:
+    """Of a gang that comes back, of one that does not, and of one whose coordinator is killed: none takes the limit."""
+    faults = "rank=1;at=sleep;do=raise,rank=1;epoch=2;at=sleep;do=sleep:60"
+
+    def asked() -> tuple[int, str]:
+        ended = workerctl(run_dir, "sleep", "--name", "g")
+        (line,) = ended.stderr.splitlines()
+        return ended.returncode, line
+
+    with fake_gang(run_dir, tmp_path / "comes back", "--max-restarts", "1", RANKD_FAULT=faults) as running:
+        running.wait_ready()
+        with running.client() as client:
+            client.wait_ready(10)
+            code, line = asked()
+            told = "gang 'g' failed and starts again, before it was done: rank 1, "
+            assert (code, told in line) == (1, True), line
+            next_event(client, Gang.FAILED, 10)
+            next_event(client, Gang.READY, 20)
+        with subprocess.Popen(
+            [*WORKERCTL, "sleep", "--name", "g"], env=environment(run_dir), cwd=run_dir, stderr=subprocess.PIPE
+        ) as waits:
+            deadline = time.monotonic() + 20
+            while ask(RunFiles("g", running.environment), "status")["ranks"][1]["phase"] != "operation":
+                assert time.monotonic() < deadline, running.said
+                time.sleep(0.01)
+            os.kill(running.pid, signal.SIGKILL)
+            said = waits.communicate(timeout=30)[1].decode()
+        assert (waits.returncode, "gang 'g' has just ended, without an answer" in said) == (3, True), said
+    with fake_gang(run_dir, tmp_path / "does not", RANKD_FAULT="rank=1;at=sleep;do=raise") as running:
+        running.wait_ready()
+        code, line = asked()
+        assert (code, "gang 'g' failed before it was done: rank 1, " in line) == (70, True), line

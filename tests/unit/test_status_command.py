@@ -13,7 +13,7 @@ import pytest
 
 from tests.gang.gangs import ROOT
 from worker.ctl import admin_client, status, table
-from worker.ctl.admin_client import NoSuchGang
+from worker.ctl.admin_client import NoSuchGang, NotDone
 from worker.exit_codes import ExitCode, Failure
 from worker.run_files import RunFiles
 from workerproto.operations import Drain
@@ -132,6 +132,25 @@ def test_watching_writes_on_where_nothing_can_be_redrawn(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert status.show(["--name", "g", "--watch", "0.01"], {"TERM": "dumb"}) == 0
     assert capsys.readouterr().out.count("g  READY") == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "code", "told"),
+    [
+        ({"refused": {"code": "ASLEEP", "message": "it sleeps"}}, NotDone, 1, "gang 'g': ASLEEP: it sleeps"),
+        ({"ended": {"message": "rank 1: died", "code": 70, "comes_back": True}}, NotDone, 1, "failed and starts again"),
+        ({"ended": {"message": "rank 1: died", "code": 70, "comes_back": False}}, Failure, 70, "failed before it was"),
+        ({"ended": {"message": "it was stopped", "code": 0, "comes_back": False}}, NoSuchGang, None, "ended before it"),
+    ],
+)
+def test_an_operation_that_is_not_done_says_why(
+    answer: dict[str, Any], kind: type[Exception], code: int | None, told: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(admin_client, "_ask", lambda *_: answer)
+    with pytest.raises(kind, match=told) as raised:
+        admin_client.operate(RunFiles("g", {"RANKD_RUN_DIR": str(tmp_path)}), Drain(), 2.0)
+    assert getattr(raised.value, "code", None) == code
 
 
 @pytest.mark.parametrize("coordinator_answers", [True, False])

@@ -48,6 +48,14 @@ def log_level(gang: Gang, request: dict[str, str]) -> dict[str, Any]:
     return {"level": level}
 
 
+def end(gang: Gang) -> dict[str, Any]:
+    """Of a gang whose end is done, for whoever waits for something that it has not done."""
+    cause = gang.ending.cause
+    if cause is None:
+        return {"message": "it was stopped", "code": 0, "comes_back": False}
+    return {"message": cause.line, "code": int(cause.fault.code), "comes_back": gang.goes_on}
+
+
 def status(gang: Gang, relay: Relay) -> dict[str, Any]:
     """The object of `workerctl status --json`."""
     config, holder, facts = gang.config, relay.holder, gang.known.facts

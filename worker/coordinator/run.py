@@ -289,7 +289,7 @@ class _Coordinator:
         gang = self._gang
         answer = gang.operations.ask(operation)
         await asyncio.wait((answer, gang.ending.done), return_when=asyncio.FIRST_COMPLETED)
-        told = answer.result() if answer.done() else {"error": "the gang has ended before it was done"}
+        told = answer.result() if answer.done() else {"ended": admin.end(gang)}
         self._answer_admin(identity, told | {"pid": os.getpid()})
 
     def _answer(self, frames: list[bytes]) -> dict[str, object]:

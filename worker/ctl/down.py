@@ -20,7 +20,7 @@ def down(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def drain(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """0 once it is gone, 3 if there is none. Raises Failure(LIMIT), or ValueError if the gang refuses."""
+    """0 once it is gone, 3 if there is none. Raises as `operate`."""
     about = "End a gang by an operation in its ordered stream: every step before it is answered first."
     return _end(Drain(), about, arguments, environment)
 
@@ -40,8 +40,6 @@ def _end(how: str | Drain, about: str, arguments: Sequence[str], environment: Ma
     except NoSuchGang as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return NO_SUCH_GANG
-    if (refused := answer.get("refused")) is not None:
-        raise ValueError(f"gang {options.name!r} is not drained: {refused['message']}")
     pid = answer["pid"]
     while lock_holder(files) == pid:
         if time.monotonic() > deadline:

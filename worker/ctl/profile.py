@@ -15,8 +15,7 @@ _FAILED = 1
 
 
 def profile(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """0; 1 if a rank could not write its file, 3 if there is no such gang. Raises ValueError: the gang refuses; and
-    Failure(LIMIT)."""
+    """0; 1 if a rank could not write its file, 3 if there is no such gang. Raises as `operate`."""
     parser = Parser(
         "workerctl profile",
         "Start torch's profiler on all ranks; it ends after --steps, or by stop, which says where the files are: "
@@ -36,8 +35,6 @@ def profile(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     except NoSuchGang as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return NO_SUCH_GANG
-    if (refused := answer.get("refused")) is not None:
-        raise ValueError(f"gang {options.name!r} refuses: {refused['message']}")
     reports = answer["done"]["report"]
     if options.action == "start":
         print(f"profiling up to {options.steps} steps; workerctl profile stop says where the files are")

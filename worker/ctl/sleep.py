@@ -13,11 +13,9 @@ from worker.run_files import RunFiles
 from workerproto.operations import Control, Part, Sleep, Wake
 from workerproto.rundir import DEFAULT_NAME
 
-REFUSED = 1
-
 
 def sleep(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """0: done, 1: refused, 3: no such gang. Raises Failure(LIMIT)."""
+    """0: done, 3: no such gang. Raises as `operate`."""
     parser = _parser("sleep", "Give a gang's device memory back, after the steps that were sent before.")
     parser.add_argument("--level", type=int, choices=(1, 2), default=1, help="1 keeps weights on the host, 2 does not")
     options = parser.parse_args(arguments)
@@ -31,7 +29,7 @@ def wake(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _parser(command: str, about: str) -> Parser:
-    parser = Parser(f"workerctl {command}", f"{about} Exit code 0: done, 1: refused, 3: there is no such gang.")
+    parser = Parser(f"workerctl {command}", f"{about} Exit code 0: done, 1: not done, 3: there is no such gang.")
     parser.add_argument("--name", default=DEFAULT_NAME)
     parser.add_argument("--parts", type=_parts, default=[], metavar="PART,…", help=f"{', '.join(Part)}; default: all")
     parser.add_argument("--json", action="store_true", help="the answer as one JSON object")
@@ -49,14 +47,10 @@ def _parts(text: str) -> list[Part]:
 
 def _ask(operation: Control, name: str, limit_s: float, environment: Mapping[str, str], *, as_json: bool) -> int:
     try:
-        answer = operate(RunFiles(name, environment), operation, limit_s)
+        done = operate(RunFiles(name, environment), operation, limit_s)["done"]
     except NoSuchGang as error:
         print(f"rankd: error: {error}", file=sys.stderr)
         return NO_SUCH_GANG
-    if (done := answer.get("done")) is None:
-        refused = answer["refused"]
-        print(f"rankd: error: gang {name!r}: {refused['code']}: {refused['message']}", file=sys.stderr)
-        return REFUSED
     if as_json:
         print(json.dumps(done, indent=2))
     else:
