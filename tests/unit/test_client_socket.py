@@ -13,6 +13,7 @@ import zmq
 
 from workerproto.client import Client, ClientError, GangFailed, LeaseHeld, LeaseLost, NoSuchGang, TimedOut
 from workerproto.codec import Header, encode_body, pack
+from workerproto.frames import MOST, receive
 from workerproto.messages import Bye, Event, Kind, New, Result, Sampling, Step, Welcome
 from workerproto.rundir import endpoint_of
 from workerproto.states import Gang
@@ -163,3 +164,13 @@ def test_closing_twice_is_harmless(worker: FakeWorker) -> None:
     client = Client(worker.endpoint)
     client.close()
     client.close()
+
+
+def test_frames_that_nobody_reads_are_counted_and_not_copied() -> None:
+    with zmq.Context.instance().socket(zmq.PAIR) as ours, zmq.Context.instance().socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://frames")
+        theirs.connect("inproc://frames")
+        theirs.send_multipart([b"a", b"", *[b"c"] * 30])
+        theirs.send(b"next")
+        assert receive(ours) == [b"a", b"", *[b"c"] * (MOST - 2), *[b""] * (32 - MOST)]
+        assert receive(ours) == [b"next"]
