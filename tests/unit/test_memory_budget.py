@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @dataclass
 class Device:
-    """A device of 1000 MiB; what the process and others have of it is the test's to say."""
+    """A device of 1000 MiB as a rule; what the process and others have of it is the test's to say."""
 
     allocated: int = 0
     outside: int = 0
@@ -32,14 +32,14 @@ class Device:
     transient: int = 7 * MIB
     on_read: Callable[[Device], None] = lambda _: None
     reads: int = 0
+    total: int = 1000 * MIB
 
     def read(self) -> Reading:
         self.reads += 1
         self.on_read(self)
-        total = 1000 * MIB
-        free = total - self.allocated - self.outside - self.others
+        free = self.total - self.allocated - self.outside - self.others
         holders = (f"process 77: {self.others} bytes",) if self.others and self.tells else ()
-        return Reading(total, free, self.allocated, others=self.others if self.tells else None, holders=holders)
+        return Reading(self.total, free, self.allocated, others=self.others if self.tells else None, holders=holders)
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,11 +31,11 @@ class Runner(Rehearsing):
         return Holdings(self.device.allocated, 0, 0)
 
 
-def config(folder: Path, *options: str) -> GangConfig:
+def config(folder: Path, *options: str, **model: int) -> GangConfig:
     parser = argparse.ArgumentParser()
     add_gang_options(parser)
-    model = str(tiny_model(folder / "model"))
-    arguments = ["--model", model, "--device", "cpu", "--max-model-len", "64", "--max-num-seqs", "4", *options]
+    where = str(tiny_model(folder / "model", **model))
+    arguments = ["--model", where, "--device", "cpu", "--max-model-len", "64", "--max-num-seqs", "4", *options]
     return resolve(parser.parse_args(arguments), {"RANKD_CACHE_DIR": str(folder / "cache")})
 
 
@@ -54,6 +55,26 @@ def test_a_share_and_explicit_bytes_both_rehearse_the_largest_step(tmp_path: Pat
     assert (runner.rehearsals, runner.captures) == (1, 0)
     labels = plan.reconciled(runner).labels
     assert (labels["headroom"], labels["requested"]) == (7 * MIB, (10 + 300 + 7) * MIB)
+
+
+@pytest.mark.parametrize(
+    ("share", "available", "says"),
+    [
+        (("--gpu-memory-utilization", "0.9"), 2000, f"of {1000 * MIB} the memory budget has {900 * MIB}: with more"),
+        (("--kv-cache-memory-bytes", "1MiB"), 2000, f"of {1000 * MIB} are free {950 * MIB}: with more ranks"),
+        (("--cpu-memory-bytes", "1TiB"), 800, f"the host has available {800 * MIB}: with more ranks"),
+    ],
+)
+def test_weights_that_have_no_room_are_not_read(
+    share: tuple[str, ...], available: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = config(tmp_path, *share, vocab_size=5 << 19)  # twice 48 columns of 4 bytes: 960 MiB
+    host = SimpleNamespace(available=available * MIB)
+    monkeypatch.setattr("worker.rank.memory_plan.psutil.virtual_memory", lambda: host)
+    device = Device(outside=50 * MIB, total=(1 << 20 if "1TiB" in share else 1000) * MIB)
+    with pytest.raises(ValueError, match=r"the weights of this rank take \d{10} bytes, ") as refused:
+        MemoryPlan(wanted, PLACE, Books(device), alone, Notes())
+    assert says in str(refused.value)
 
 
 def test_explicit_bytes_need_no_share_to_be_free_but_must_be_there(tmp_path: Path) -> None:

@@ -54,6 +54,14 @@ def requested_bytes(baseline: Reading, utilization: float, held_outside: int = 0
     return requested
 
 
+def check_weights(weights: int, room: int, whose: str) -> None:
+    """Before they are read, for minutes and then in vain. Raises ValueError."""
+    if weights > room:
+        raise ValueError(
+            f"the weights of this rank take {weights} bytes, {whose} {room}: with more ranks (-tp, -pp) each takes less"
+        )
+
+
 def divide(requested: int, profile: Profile, block_bytes: int) -> Budget:
     """Never negative: raises ValueError with the breakdown if not even one block and the padding block fit."""
     kv = requested - profile.consumed - profile.headroom - profile.graphs

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 
+import psutil
 import torch
 
 from worker.config import GangConfig
@@ -17,6 +18,7 @@ from worker.memory.last_good import Figure, LastGood
 from worker.memory.ledger import Books
 from worker.memory.profile import measure, size_cache
 from worker.rank.place import Place
+from worker.sizing import weight_bytes
 from workerproto.cache import NHD
 
 
@@ -28,7 +30,7 @@ class MemoryPlan:
         note: Callable[[str], None], held_outside: int = 0,
     ) -> None:  # fmt: skip
         """any_rank, note: see `measure`. held_outside: see `requested_bytes`. Raises ValueError for a budget that is
-        not free."""
+        not free, or has no room for the rank's weights."""
         self._config, self._books = config, books
         self._any_rank, self._note = any_rank, note
         self._baseline = baseline = books.baseline()
@@ -36,6 +38,12 @@ class MemoryPlan:
         self._requested = 0
         if memory.kv_bytes is None:
             self._requested = budget.requested_bytes(baseline, memory.utilization, held_outside)
+        weights = weight_bytes(config.model_config, config.topology(place.rank), config.dtype) - held_outside
+        if memory.kv_bytes is None:
+            budget.check_weights(weights, self._requested, f"of {baseline.total} the memory budget has")
+        budget.check_weights(weights, baseline.free, f"of {baseline.total} are free")
+        if config.device == "cpu":  # --cpu-memory-bytes may give its device more than there is
+            budget.check_weights(weights, psutil.virtual_memory().available, "the host has available")
         self._last_good = LastGood(memory.cache, _facts(config, place, baseline.total))
         self._budget: budget.Budget
 
