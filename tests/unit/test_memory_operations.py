@@ -53,6 +53,9 @@ class Plan:
     def free(self) -> int:
         return self.probe.read().free
 
+    def spared(self) -> int:
+        return self.probe.read().spared
+
     def ledger(self, runner: ModelRunner, released: Set[int] = frozenset()) -> Memory:
         holds = runner.holdings(released)
         return Memory({"weights": holds.weights, "kv_cache": holds.kv_cache, "buffers": holds.buffers}, {})

@@ -12,6 +12,7 @@ import torch
 
 from tests.gang.stage_runs import make_runner, model_config, run_workload
 from tests.gang.workload import LIMITS, accepted_steps
+from worker.execution import dummy
 from worker.execution.batch import inputs_of, samples_of
 from worker.execution.make_runner import make_runner as make_on_cpu
 from worker.execution.model_runner import ModelRunner
@@ -26,6 +27,7 @@ from worker.parallel.collectives import TensorParallel
 from worker.parallel.groups import Groups, make_groups
 from worker.topology import Topology
 from worker.weights import DummyWeights, load_weights
+from workerproto.masks import Masks
 from workerproto.messages import Sampling
 from workerproto.steps import AcceptedStep, RequestTable, StartedRequest
 from workerproto.validate import StepValidator
@@ -170,7 +172,17 @@ def test_few_layers_and_draws_take_what_all_do(dtype: torch.dtype, stage: int) -
     assert peaks[0] == peaks[1] > 0
 
 
-def test_no_step_takes_more_than_the_rehearsed_one(runner: ModelRunner) -> None:
+@torch.inference_mode()
+@pytest.mark.parametrize("vocab", [101, 20_000])  # the forward pass takes most of it, and drawing
+def test_no_step_takes_more_than_the_rehearsed_one(vocab: int) -> None:
+    config = RunnerConfig(
+        torch.float32, CPU, LIMITS.block_size, LIMITS.tokens, LIMITS.rows, LIMITS.live_requests,
+        LIMITS.max_model_len, 3, LIMITS.logprobs,
+    )  # fmt: skip
+    model = replace(model_config(2), vocab=vocab)
+    runner = make_on_cpu(model, Topology(0, 1, 1, (7,)), config, Groups(TensorParallel()))
+    assert isinstance(runner, ModelRunner)
+    runner.load(lambda decoder: load_weights(decoder, DummyWeights(3)))
     probe, longest = SimulatedDevice(ProbeSettings(CPU, 0, 1 << 30)), LIMITS.max_model_len
     runner.allocate(LIMITS.num_blocks)
     table = RequestTable(LIMITS)
@@ -185,6 +197,7 @@ def test_no_step_takes_more_than_the_rehearsed_one(runner: ModelRunner) -> None:
     }
     with probe.peak() as rehearsed:
         runner.profile()
+    every = dummy.masks(LIMITS.rows, vocab)
     for name, rows in steps.items():
         runner.reset()
         forced = range(sum(count for _, _, count, _ in rows))
@@ -192,7 +205,15 @@ def test_no_step_takes_more_than_the_rehearsed_one(runner: ModelRunner) -> None:
         with probe.peak() as peak:
             runner.execute(step, table)
         assert 0 < peak.bytes <= rehearsed.bytes, name
-    runner.reset()
+        runner.reset()
+        for cache in runner.caches:
+            cache.fill_(torch.nan)  # which logits are then too, of all rows that read it
+        with probe.peak() as peak:
+            runner.launch(step, table)
+            runner.sample(Masks(every.samples[: len(rows)], every.words[: len(rows)]))
+        assert 0 < peak.bytes <= rehearsed.bytes, f"{name}, by masks"
+        for cache in runner.caches:
+            cache.zero_()
 
 
 def test_the_number_of_blocks_follows_from_bytes(runner: ModelRunner) -> None:

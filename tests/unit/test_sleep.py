@@ -18,7 +18,7 @@ from worker.execution.make_runner import make_runner
 from worker.execution.model_runner import ModelRunner
 from worker.execution.runner import RunnerConfig
 from worker.layers.linear import packing_works
-from worker.memory.probe import ProbeSettings
+from worker.memory.probe import ProbeSettings, Reading
 from worker.memory.simulated_device import SimulatedDevice
 from worker.memory.sleep import KV_CACHE, PARTS, RUNTIME, WEIGHTS, SleepingMemory
 from worker.memory.tensor_store import CpuStore, open_store
@@ -96,6 +96,29 @@ def test_parts_sleep_and_wake_by_themselves() -> None:
     assert set(memory.asleep) == {KV_CACHE, RUNTIME}
     assert memory.wake(ALL) == holds.kv_cache + holds.buffers
     assert not memory.asleep
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_a_neighbour_does_meanwhile_is_not_taken_for_ours(tells: bool) -> None:
+    """As a trainer does, for which the memory is given back: by 8 MiB it would be found that a wake needs nothing."""
+    runner, memory, device = make(torch.float32)
+    others = 0
+
+    class Shared:
+        def read(self) -> Reading:
+            nonlocal others
+            others += 8 * MIB
+            seen = device.read()
+            return Reading(seen.total, seen.free - others, seen.allocated, others=others if tells else None)
+
+    memory._probe = Shared()  # type: ignore[assignment]  # what sleep asks of it
+    holds = runner.holdings()
+    everything = holds.weights + holds.kv_cache + holds.buffers
+    freed = memory.sleep(ALL, 1)
+    assert (freed == everything) if tells else (freed < 0)
+    assert memory.needed(ALL) == everything
+    taken = memory.wake(ALL)
+    assert (taken == everything) if tells else (taken > everything)
 
 
 @torch.inference_mode()

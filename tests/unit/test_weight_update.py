@@ -101,6 +101,9 @@ def test_what_cannot_be_taken_changes_nothing_and_says_why(tmp_path: Path) -> No
     good = chunk("good", {name: new[name]})
     digest = digest_of(files_of(good))
     update = Update(runner.model)
+    spoilt = Path(chunk("spoilt", {name: new[name]}))
+    with (spoilt / "x.safetensors").open("ab") as file:
+        file.write(b"more")
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "x.safetensors")
     for source, announced, says in (
@@ -110,6 +113,7 @@ def test_what_cannot_be_taken_changes_nothing_and_says_why(tmp_path: Path) -> No
         (good, "", "none was announced"),
         (chunk("strange", {"model.mystery": new[name]}), "", "tensor model.mystery is unexpected"),
         (chunk("shape", {name: new[name][:3]}), "", f"tensor {name} has shape"),
+        (str(spoilt), "", "x.safetensors: cannot be opened: .*not fully covered"),  # else found out too late
         (chunk("kind", {name: new[name].long()}), "", f"tensor {name} has dtype I64"),
         (str(tmp_path / "nowhere"), "", r"is not the absolute path of a folder with \*.safetensors"),
         ("good", "", "is not the absolute path"),

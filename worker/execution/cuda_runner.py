@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.execution import dummy
 from worker.execution.batch import Samples, inputs_of, rows_of, samples_of
 from worker.execution.device_sampler import DeviceSampler
 from worker.execution.device_step import (
@@ -32,7 +33,7 @@ from worker.execution.greedy import Greedy
 from worker.execution.model_runner import ModelRunner
 from worker.execution.packets import Packets
 from worker.execution.runner import BlockTable, PendingOutput, RunnerConfig, StepOutput, StepTimings
-from worker.execution.sampler import DeviceLogprobs, SamplingRows, draw_, finite, logprobs_of, on_device
+from worker.execution.sampler import DeviceLogprobs, SamplingRows, draw_, finite, forbid_, logprobs_of, on_device
 from worker.execution.slots import Int32Array, Int64Array
 from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
@@ -139,7 +140,8 @@ class CudaRunner(ModelRunner):
         scores = self.model.scores(hidden)
         if scores is None:
             return
-        self.greedy.choose(scores)
+        masks = dummy.masks(*scores.shape)
+        whole = self._mask(scores, masks.samples, masks, keep=True)
         tokens = self.greedy.tokens[: len(scores)]
         if self.sampler is None:
             draw_(tokens, finite(scores), sampling)
@@ -149,7 +151,7 @@ class CudaRunner(ModelRunner):
                 self.sampler.draw_(
                     tokens, scores, self.greedy.values, nobodys, nobodys, places, filtered=True
                 )
-        logprobs_of(scores, tokens, sampling.logprobs)
+        logprobs_of(whole, tokens, sampling.logprobs)
 
     @torch.inference_mode()
     def graph_bytes(self) -> int:
@@ -258,7 +260,9 @@ class CudaRunner(ModelRunner):
         step, samples, turn, size, sent, scores = launched
         told = scores
         if masks is not None and len(masks.samples) and self.topology.is_last_stage:
-            told = self._mask(scores, step, masks, all_rows=bool(size))
+            if scores is not None:
+                keep = bool((self.slots.logprobs[step.slots] >= 0).any())
+                told = self._mask(scores, step.sampled_rows[masks.samples] if size else masks.samples, masks, keep=keep)
             self._deliver(sent)
         logprobs = self._finish_sampling(scores, told, sent, step, samples, all_rows=bool(size))
         self._hand_round(step, samples, all_rows=bool(size))
@@ -266,15 +270,12 @@ class CudaRunner(ModelRunner):
         self.trace.mark(SAMPLED)
         return self._pending(step, turn, step.sampled_rows if size else np.arange(len(samples)), logprobs)
 
-    def _mask(self, scores: Tensor | None, step: AcceptedStep, masks: Masks, *, all_rows: bool) -> Tensor | None:
-        """Choose anew among the allowed tokens; the scores as they were, for logprobs. The others get the least finite
-        number: of an infinity it would be told that the row's logits were not finite."""
-        if scores is None:
-            return None
-        whole = scores.clone() if (self.slots.logprobs[step.slots] >= 0).any() else scores
-        where = on_device((step.sampled_rows[masks.samples] if all_rows else masks.samples).astype(np.int64), scores)
-        allowed = on_device(masks.allowed(scores.shape[1]), scores)
-        scores[where] = scores[where].masked_fill_(~allowed, torch.finfo(scores.dtype).min)
+    def _mask(self, scores: Tensor, rows: Int64Array | Int32Array, masks: Masks, *, keep: bool) -> Tensor:
+        """Choose anew among the allowed tokens; the scores as they were, if they are kept for logprobs. The others get
+        the least finite number: of an infinity it would be told that the row's logits were not finite."""
+        whole = scores.clone() if keep else scores
+        allowed = masks.allowed(scores.shape[1])
+        forbid_(scores, rows.astype(np.int64), allowed, torch.finfo(scores.dtype).min)
         self.greedy.choose(scores)
         return whole
 

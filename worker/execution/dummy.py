@@ -12,6 +12,7 @@ from worker.execution.runner import RunnerConfig
 from worker.execution.sampler import SamplingRows
 from worker.execution.slots import Int32Array
 from worker.layers.attention import MOST_GATHERED, Rows
+from workerproto.masks import Masks, words_of
 from workerproto.messages import RowFlag
 from workerproto.steps import AcceptedStep
 
@@ -60,6 +61,11 @@ def dearest_sampling(rows: int, logprobs: int, drawn: int | None = None) -> Samp
         logprobs=np.full(rows, logprobs, np.int32),
         position=np.ones(rows, np.int32),
     )
+
+
+def masks(rows: int, vocabulary: int) -> Masks:
+    """That forbid nothing, for each row."""
+    return Masks(np.arange(rows, dtype=np.int32), np.full((rows, words_of(vocabulary)), 0xFFFFFFFF, np.uint32))
 
 
 def padding_table(config: RunnerConfig, padding: int) -> PaddingTable:

@@ -136,7 +136,8 @@ class ModelRunner:
             self._rehearse_sampling(hidden[:sampled], sampling)
 
     def _rehearse_sampling(self, hidden: Tensor, sampling: SamplingRows) -> None:
-        self._sample(hidden, sampling)
+        hidden[:1] = torch.nan  # of what is not finite a copy is made
+        self._sample(hidden, sampling, dummy.masks(len(hidden), self.model_config.vocab))
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:

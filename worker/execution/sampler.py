@@ -82,9 +82,14 @@ def mask(logits: Tensor, masks: Masks) -> Tensor:
     """A copy [n, vocabulary], finite logits with -inf where a token is not allowed."""
     logits = logits.clone()
     if len(masks.samples):
-        where, allowed = on_device(masks.samples, logits).long(), on_device(masks.allowed(logits.shape[1]), logits)
-        logits[where] = logits[where].masked_fill_(~allowed, -torch.inf)
+        forbid_(logits, masks.samples.astype(np.int64), masks.allowed(logits.shape[1]), -torch.inf)
     return logits
+
+
+def forbid_(logits: Tensor, rows: npt.NDArray[np.int64], allowed: npt.NDArray[np.bool_], least: float) -> None:
+    """Write `least` in these rows [n] of logits [.., vocabulary] for each token that is not allowed [n, vocabulary]."""
+    where, fine = on_device(rows, logits), on_device(allowed, logits)
+    logits[where] = logits[where].masked_fill_(~fine, least)
 
 
 def draw_(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> None:

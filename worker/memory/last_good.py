@@ -18,7 +18,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Bytes. graphs: what capturing really took."""
+    """Bytes. graphs: what capturing really took; kv: what there was beside that."""
 
     kv: int
     graphs: int

@@ -26,6 +26,12 @@ class Reading:
     holders: tuple[str, ...] = ()  # they, for people
 
     @property
+    def spared(self) -> int:
+        """What this process does not hold: by how much it grows is what the process has given back, whatever others
+        did meanwhile, where the platform tells of them."""
+        return self.free + (self.others or 0)
+
+    @property
     def outside(self) -> int:
         """What this process holds beside torch: the context, loaded kernels, communicators."""
         return self.total - self.free - (self.others or 0) - self.allocated - self.cached - self.graphs

@@ -57,16 +57,17 @@ def size_cache(
     profile: Profile, requested: int, runner: Rehearsal, block_bytes: int, last: Figure | None,
     any_rank: Callable[[bool], bool], *, graphs: bool,
 ) -> Budget:  # fmt: skip
-    """The budget: as the last start had it, if that still fits on all ranks of the stage, else with graphs measured.
+    """The budget, with graphs as they were at the last start if what that had still fits on all ranks of the stage,
+    else as measured. Not with its bytes: a neighbour that had some of them then may be gone.
 
     Raises ValueError as `divide` does.
     """
     if not any_rank(last is None):
         assert last is not None
-        proposed = replace(profile, graphs=last.graphs if graphs else 0)
-        room = min(requested - proposed.consumed, proposed.free) - proposed.headroom - proposed.graphs
+        known = replace(profile, graphs=last.graphs if graphs else 0)
+        room = min(requested - known.consumed, known.free) - known.headroom - known.graphs
         if not any_rank(last.kv > room):
-            return Budget(requested, last.kv, proposed)
+            return divide(requested, known, block_bytes)
     if graphs:
         profile = replace(profile, graphs=runner.graph_bytes())
     return divide(requested, profile, block_bytes)

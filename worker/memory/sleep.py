@@ -53,7 +53,7 @@ class Sleeper(Protocol):
 class _Asleep:
     level: int
     storages: Mapping[int, Storage]
-    bytes: int  # that the device has back
+    bytes: int  # that the device has back, and will be asked for
     copies: Mapping[int, HostCopy]
     restorable: bool  # what was dropped can be read again
 
@@ -70,14 +70,14 @@ class SleepingMemory:
         """Returns the bytes that the device has back. Parts that sleep already are let sleep as they do. restorable:
         whether `reload` brings back the weights that level 2 drops; where not they come back as zeros."""
         self._sleeper.settle()
-        before = self._probe.read().free
+        before = self._probe.read().spared
         for part in PARTS:
             if part in parts and part not in self.asleep:
                 self._sleep(part, level, restorable)
-        return self._probe.read().free - before
+        return self._probe.read().spared - before
 
     def _sleep(self, part: str, level: int, restorable: bool) -> None:
-        sleeper, before = self._sleeper, self._probe.read().free
+        sleeper, before = self._sleeper, self._probe.read().spared
         if part == WEIGHTS:
             sleeper.unpack()
         storages = storages_by_key(sleeper.parts()[part], self._device)
@@ -87,8 +87,11 @@ class SleepingMemory:
         elif part == WEIGHTS and level == 2:
             dropped = storages_by_key(sleeper.restorable(), self._device).keys()
         copies = {key: self._store.copy(storage) for key, storage in storages.items() if key not in dropped}
+        held = sum(storage.nbytes() for storage in storages.values())
         self._store.release(part, storages.values())
-        self.asleep[part] = _Asleep(level, storages, self._probe.read().free - before, copies, restorable)
+        # Never less than what stood on it: a neighbour that nobody tells of may have taken some.
+        freed = max(self._probe.read().spared - before, held)
+        self.asleep[part] = _Asleep(level, storages, freed, copies, restorable)
 
     def needed(self, parts: Set[str]) -> int:
         """Bytes that waking them takes."""
@@ -97,11 +100,11 @@ class SleepingMemory:
     @torch.inference_mode()
     def wake(self, parts: Set[str]) -> int:
         """Returns the bytes taken from the device."""
-        before = self._probe.read().free
+        before = self._probe.read().spared
         for part in PARTS:
             if part in parts and part in self.asleep:
                 self._wake(part, self.asleep.pop(part))
-        return before - self._probe.read().free
+        return before - self._probe.read().spared
 
     def _wake(self, part: str, asleep: _Asleep) -> None:
         self._store.restore(part)

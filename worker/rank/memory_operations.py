@@ -74,10 +74,10 @@ class MemoryOperations(Operations):
 
     def _suspend(self) -> int:
         """Returns the bytes that communicators have given back."""
-        before = self._plan.free()
+        before = self._plan.spared()
         with self._plan.communicators():
             self._communicators.suspend()
-        self._suspended_bytes = self._plan.free() - before if self._communicators.suspended else 0
+        self._suspended_bytes = self._plan.spared() - before if self._communicators.suspended else 0
         return self._suspended_bytes
 
     def update_begin(self, operation: UpdateBegin) -> Perform:

@@ -88,12 +88,17 @@ class MemoryPlan:
         """Bytes of the device, now."""
         return self._books.probe.read().free
 
+    def spared(self) -> int:
+        """See `Reading.spared`."""
+        return self._books.probe.read().spared
+
     def reconciled(self, runner: Runner) -> Memory:
         """The ledger once everything is there, and what graphs really took kept for the next start."""
         told, expected = self.ledger(runner), self._budget.profile.graphs
         took = told.lines["graphs"]
         if self._config.memory.kv_bytes is None:  # else nothing was expected of graphs
-            self._last_good.write(Figure(self._budget.kv, max(0, took)))
+            beyond = max(0, took - expected) if self._config.memory.graphs else 0
+            self._last_good.write(Figure(max(1, self._budget.kv - beyond), max(0, took)))
             if took > expected and self._config.memory.graphs:
                 self._note(f"graphs took {took} bytes, {expected} were expected")
         return told

@@ -64,6 +64,7 @@ class Checkpoint:
                 if name in self.entries:
                     raise WeightsError(f"{file}: tensor {name} is also in {self.entries[name].file.name}")
                 self.entries[name] = entry
+            _opened(file)  # the library is stricter, and what it will not read is to be found out before anything is
 
     def check(self, expected: dict[str, tuple[int, ...]], harmless: re.Pattern[str]) -> None:
         """Raises WeightsError unless exactly the expected tensors are here, each of its shape and of a known dtype."""
@@ -93,7 +94,7 @@ class Checkpoint:
         file = self.entries[name].file
         try:
             if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
+                self._open[file] = _opened(file)
             view = self._open[file].get_slice(name)
             rows = slice(piece.start, piece.stop)
             data: Tensor = view[rows] if piece.dim == 0 else view[:, rows]
@@ -106,6 +107,13 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._open.clear()  # the maps go with the last reference
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{file}: cannot be opened: {error}; download it again") from None
 
 
 def read_header(file: Path) -> dict[str, Entry]:
