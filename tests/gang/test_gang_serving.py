@@ -292,7 +292,10 @@ def test_empty_steps_are_quick(client: Client) -> None:
 
 def test_idle_gang_sleeps(serving: RunningGang) -> None:
     processes = [psutil.Process(serving.pid), *(psutil.Process(rank["pid"]) for rank in serving.status()["ranks"])]
-    before = [sum(process.cpu_times()[:2]) for process in processes]
-    time.sleep(2)  # a measurement, not a wait
-    used = [sum(process.cpu_times()[:2]) - b for process, b in zip(processes, before, strict=True)]
-    assert max(used) < 0.1, used  # heartbeats are five times as frequent as by default
+    for _ in range(5):  # a gang that polls is never quiet, one on a busy machine is in the end
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(2)  # a measurement, not a wait
+        used = [sum(process.cpu_times()[:2]) - b for process, b in zip(processes, before, strict=True)]
+        if max(used) < 0.1:  # heartbeats are five times as frequent as by default
+            return
+    pytest.fail(f"seconds of processor time in two seconds, with nothing to do: {used}")
