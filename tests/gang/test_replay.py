@@ -17,7 +17,7 @@ from tests.gang.test_gang_serving import decode, prompt, result_of
 from worker.recording import Frame, Recording, frame_of, start_of
 from workerproto.client import Client
 from workerproto.codec import Header, encode_body, pack, unpack
-from workerproto.messages import HeaderFlag, Kind, New, Refused, Result, RowFlag, Sample, Sampling, Step
+from workerproto.messages import Done, HeaderFlag, Kind, New, Refused, Result, RowFlag, Sample, Sampling, Step
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def changed(recording: Recording, frame: Frame) -> bytes:
     if not isinstance(message, Result):
         return frame.body
     tokens = np.array(unpack(message.tokens))
-    tokens[1] = (tokens[1] + 1) % 128
+    tokens[1:] = (tokens[1:] + 1) % 128
     return encode_body(msgspec.structs.replace(message, tokens=pack(tokens)))
 
 
@@ -193,6 +193,23 @@ def test_a_refusal_that_was_not_recorded_is_told_in_words(other: RunningGang, re
     (tmp_path / "lacking").write_bytes(damaged)
     told = workerctl(other.run_dir, "replay", str(tmp_path / "lacking"), "--name", "b")
     assert (told.returncode, len(told.stderr.splitlines()), " is damaged at byte " in told.stderr) == (78, 1, True)
+
+
+def test_what_follows_an_update_is_not_compared(other: RunningGang, recorded: Path, tmp_path: Path) -> None:
+    """After the fourth step; all answers from there on are spoilt."""
+    recording, frames, late = Recording(recorded), [], False
+    for frame in recording.frames():
+        if frame.header.kind is Kind.STEP and frame.header.seq == 5 and not late:
+            late = True
+            header = Header(Kind.DONE, 0, frame.header.epoch, frame.header.lease, frame.header.seq)
+            frames.append(Frame(frame.nanoseconds, header, encode_body(Done("update_begin")), 0))
+        frames.append(frame._replace(body=changed(recording, frame)) if late and frame.header.seq > 4 else frame)
+    write(tmp_path / "updated", recording, frames)
+    code, answer = replay(other, tmp_path / "updated")
+    assert (code, answer["steps"], answer["after_update"]) == (0, 4, 24)
+    said = workerctl(other.run_dir, "replay", str(tmp_path / "updated"), "--name", "b").stdout
+    assert "24 steps that follow an update of the weights were left out with it" in said
+    assert "all 6 sampled tokens are the same" in said
 
 
 def write(path: Path, recording: Recording, frames: list[Frame]) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.gang.relay_house import FACTS
 from worker.coordinator.recorder import Recorder
 from worker.ctl.replay_survey import Survey, survey
+from worker.ctl.replay_work import Misfit, refuse_misfit
 from worker.recording import Frame, Recording, frame_of
 from workerproto.codec import Header, encode_body, pack, unpack
-from workerproto.messages import HeaderFlag, Kind, New, Result, Resume, Sample, Sampling, Step
+from workerproto.messages import Done, HeaderFlag, Kind, New, Result, Resume, Sample, Sampling, Step
+from workerproto.operations import UpdateBegin
 
 STEP = Step(
     [New(1, pack([7, 8, 9]), pack([0]), 0, Sampling(temperature=0.5))],
@@ -151,6 +155,44 @@ def test_what_a_replay_has_to_know(tmp_path: Path) -> None:
     assert (found.rows, found.tokens, found.positions, found.blocks, found.cut) == (1, 3, 3, 2, False)
     assert found.masks == {frames[2].at: frames[4].at}, "the last was taken"
     assert found.seconds == pytest.approx(1000, abs=10)
+
+
+def test_what_follows_an_update_is_of_other_weights(tmp_path: Path) -> None:
+    """Up to the next epoch, which has those on disk again."""
+    record(tmp_path / "r")
+    data, long = (tmp_path / "r").read_bytes(), encode_body(msgspec.structs.replace(STEP, counts=pack([9])))
+    for kind, epoch, seq, body in (
+        (Kind.CONTROL, 7, 2, encode_body(UpdateBegin())),
+        (Kind.DONE, 7, 2, encode_body(Done("update_begin"))),
+        (Kind.STEP, 7, 3, long),
+        (Kind.STEP, 8, 1, encode_body(STEP)),
+    ):
+        data += frame_of(10**12, Header(kind, 0, epoch, 3, seq).encode(), body)
+    found = survey_of(tmp_path / "r", data)
+    assert isinstance(found, Survey)
+    frames = [*Recording(tmp_path / "r").frames()]
+    assert [found.comparable(frame) for frame in frames] == [True, True, True, False, False, True]
+    assert found.tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("computed", "alignment", "fits"), [(32, 16, True), (32, 32, True), (16, 32, False), (0, 64, True)]
+)
+def test_prefixes_have_to_end_where_the_gang_takes_them(
+    tmp_path: Path, computed: int, alignment: int, fits: bool
+) -> None:
+    record(tmp_path / "r")
+    data = (tmp_path / "r").read_bytes()
+    new = msgspec.structs.replace(STEP.new[0], computed=computed)
+    for seq, one in ((2, new), (3, msgspec.structs.replace(new, computed=7))):  # which no gang takes
+        body = encode_body(msgspec.structs.replace(STEP, new=[one], resumed=[]))
+        data += frame_of(10**12, Header(Kind.STEP, 0, 7, 3, seq).encode(), body)
+    found = survey_of(tmp_path / "r", data)
+    assert isinstance(found, Survey)
+    assert found.prefix == computed
+    here = msgspec.structs.replace(FACTS, kv=msgspec.structs.replace(FACTS.kv, alignment=alignment))
+    with nullcontext() if fits else pytest.raises(Misfit, match="configure its cache with an alignment of 16"):
+        refuse_misfit(Recording(tmp_path / "r"), found, here, any_weights=True)
 
 
 def test_whatever_is_damaged_is_one_line_with_file_and_byte(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class Difference(NamedTuple):
 
 @dataclass
 class Outcome:
-    """left_out: frames that are not steps. compared, same: sampled tokens. refusal: the first, in words."""
+    """left_out: frames that are not steps. after_update: steps that were not fed, of other weights. compared, same:
+    sampled tokens. refusal: the first, in words."""
 
     steps: int = 0
     tokens: int = 0
@@ -46,6 +47,7 @@ class Outcome:
     same: int = 0
     refused: int = 0
     left_out: int = 0
+    after_update: int = 0
     refusal: str | None = None
     first: Difference | None = None
 
@@ -89,6 +91,9 @@ class _Run:
 
     def take(self, frame: Frame) -> None:
         number = self._leases.number(frame)
+        if not self._survey.comparable(frame):
+            self.outcome.after_update += frame.header.kind is Kind.STEP
+            return
         if self._offset is None:
             self._offset = time.monotonic_ns() - frame.nanoseconds
         match frame.header.kind:

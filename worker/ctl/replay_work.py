@@ -74,6 +74,11 @@ def refuse_misfit(recording: Recording, found: Survey, here: Facts, *, any_weigh
     for name, wanted, has in zip(names, needs, there, strict=True):
         if has < wanted:
             raise Misfit(f"the recording needs {wanted} {name}, the gang has {has}: start it with as many")
+    if found.prefix % max(1, here.kv.alignment):
+        raise Misfit(
+            f"the recording has prefixes of multiples of {found.prefix} positions, the gang takes multiples of "
+            f"{here.kv.alignment}: configure its cache with an alignment of {recorded.kv.alignment}"
+        )
 
 
 def _answer(found: Survey, outcome: Outcome, seconds: float, margin: Margin | None) -> dict[str, Any]:
@@ -87,6 +92,7 @@ def _answer(found: Survey, outcome: Outcome, seconds: float, margin: Margin | No
         "refused": outcome.refused,
         "refusal": outcome.refusal,
         "left_out": outcome.left_out,
+        "after_update": outcome.after_update,
         "cut": found.cut,
         "seconds": round(seconds, 6),
         "recorded_seconds": round(found.seconds, 6),
@@ -104,6 +110,8 @@ def _said(answer: dict[str, Any], first: Difference | None) -> str:
     lines = [f"{answer['steps']} steps, {answer['tokens']} tokens {took}: {rate}"]
     if answer["left_out"]:
         lines.append(f"{answer['left_out']} control operations were left out: they change a gang, and are not steps")
+    if answer["after_update"]:
+        lines.append(f"{answer['after_update']} steps that follow an update of the weights were left out with it")
     if answer["cut"]:
         lines.append("the recording ends in the middle of a frame, which was left out")
     if first is not None and first.request is None:
