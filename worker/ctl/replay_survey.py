@@ -104,7 +104,7 @@ def _measure(recording: Recording, frame: Frame, step: Step, found: Survey) -> N
     found.positions = max(found.positions, int(ends.max(initial=0)))
     found.blocks = max(found.blocks, *blocks)
     alignment = max(1, recording.facts.kv.alignment)  # of others the gang has refused the step
-    prefixes = (one.computed for one in (*step.new, *step.resumed))
+    prefixes = (*(new.computed for new in step.new), *(one.computed for one in step.resumed))
     found.prefix = gcd(found.prefix, *(length for length in prefixes if not length % alignment))
 
 
