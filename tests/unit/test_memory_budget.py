@@ -109,6 +109,8 @@ def test_what_a_loader_holds_on_the_device_counts_once() -> None:
     assert requested_bytes(baseline, 0.9, held_outside=300 * MIB) == 600 * MIB
     with pytest.raises(ValueError, match="are free"):
         requested_bytes(baseline, 0.9)
+    with pytest.raises(ValueError, match=f"is less than the {300 * MIB} that the loader of weights holds"):
+        requested_bytes(baseline, 0.2, held_outside=300 * MIB)
 
 
 @pytest.mark.parametrize("step", [40 * MIB, -40 * MIB])

@@ -46,6 +46,7 @@ class Plan:
 
     probe: SimulatedDevice
     headroom: int = 1000
+    host_room: int = 1 << 40
 
     def communicators(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -126,6 +127,26 @@ def test_a_wake_that_cannot_work_is_refused_before_anything_wakes(house: House) 
     house.plan.probe.total += 1
     house.do(Wake())
     assert not house.memory.asleep
+
+
+def test_a_host_without_room_for_copies_is_found_out_before_anything_sleeps(house: House) -> None:
+    holds = house.runner.holdings()
+    house.plan.host_room = copies = holds.weights + holds.buffers
+    assert house.memory.host_bytes({"weights", "kv_cache", "runtime"}, 1) == copies
+    house.plan.host_room -= 1
+    says = house.refused(Sleep(1), RefusalCode.NOT_POSSIBLE)
+    assert f"copies {copies} bytes to the host at level 1, {copies - 1} are" in says
+    assert not house.memory.asleep
+    house.do(Sleep(2))
+    house.do(Wake())
+    house.plan.host_room += 1
+    house.do(Sleep(1))
+    house.do(Wake())
+    house.plan.host_room = 1
+    house.refused(Sleep(1), RefusalCode.NOT_POSSIBLE)
+    house.memory._store.keeps = True  # type: ignore[misc]  # as where copies are pinned
+    house.do(Sleep(1, [Part.WEIGHTS]))
+    house.do(Sleep(1))
 
 
 def test_weights_that_have_changed_on_disk_do_not_come_back_in_silence(house: House, tmp_path: Path) -> None:

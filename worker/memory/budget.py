@@ -40,9 +40,14 @@ def requested_bytes(baseline: Reading, utilization: float, held_outside: int = 0
     """What may be taken from the baseline on. held_outside: bytes that a loader of weights holds for this rank on the
     device already, which are of the budget and not of what is free.
 
-    Raises ValueError, naming who holds the rest, if so much is not free.
+    Raises ValueError, naming who holds the rest, if so much is not free; or if the loader holds more than the share.
     """
     requested = int(baseline.total * utilization) - held_outside
+    if requested < 0:
+        raise ValueError(
+            f"--gpu-memory-utilization {utilization:g} of {baseline.total} bytes is less than the {held_outside} that "
+            "the loader of weights holds"
+        )
     if requested > baseline.free:
         told = "".join(f"; {holder}" for holder in baseline.holders)
         raise ValueError(

@@ -19,6 +19,8 @@ from worker.memory.tensor_store import HostCopy, Storage, bytes_in
 
 
 class SaverStore:
+    keeps = True  # pinned blocks, by torch
+
     def __init__(self, saver: Any, probe: MemoryProbe) -> None:
         self._saver = saver
         self._probe = probe if isinstance(probe, CudaProbe) else None

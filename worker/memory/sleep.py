@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from worker.memory.probe import MemoryProbe
-from worker.memory.storages import storages_by_key
+from worker.memory.storages import storages, storages_by_key
 from worker.memory.tensor_store import HostCopy, Storage, TensorStore, bytes_in
 
 Whereabouts = Literal["awake", "host", "checkpoint", "lost"]
@@ -55,6 +55,7 @@ class _Asleep:
     storages: Mapping[int, Storage]
     bytes: int  # that the device has back, and will be asked for
     copies: Mapping[int, HostCopy]
+    copied: int  # bytes of them
     restorable: bool  # what was dropped can be read again
 
 
@@ -64,6 +65,7 @@ class SleepingMemory:
     def __init__(self, sleeper: Sleeper, store: TensorStore, probe: MemoryProbe, device: torch.device) -> None:
         self._sleeper, self._store, self._probe, self._device = sleeper, store, probe, device
         self.asleep: dict[str, _Asleep] = {}
+        self._most_copied = 0  # bytes of host copies at once, so far
 
     @torch.inference_mode()
     def sleep(self, parts: Set[str], level: int, *, restorable: bool = True) -> int:
@@ -80,18 +82,32 @@ class SleepingMemory:
         sleeper, before = self._sleeper, self._probe.read().spared
         if part == WEIGHTS:
             sleeper.unpack()
-        storages = storages_by_key(sleeper.parts()[part], self._device)
+        held = storages_by_key(sleeper.parts()[part], self._device)
         dropped: Set[int] = set()
         if part == KV_CACHE:
-            dropped = storages.keys()
+            dropped = held.keys()
         elif part == WEIGHTS and level == 2:
             dropped = storages_by_key(sleeper.restorable(), self._device).keys()
-        copies = {key: self._store.copy(storage) for key, storage in storages.items() if key not in dropped}
-        held = sum(storage.nbytes() for storage in storages.values())
-        self._store.release(part, storages.values())
+        copies = {key: self._store.copy(storage) for key, storage in held.items() if key not in dropped}
+        sizes = {key: storage.nbytes() for key, storage in held.items()}
+        self._store.release(part, held.values())
         # Never less than what stood on it: a neighbour that nobody tells of may have taken some.
-        freed = max(self._probe.read().spared - before, held)
-        self.asleep[part] = _Asleep(level, storages, freed, copies, restorable)
+        freed = max(self._probe.read().spared - before, sum(sizes.values()))
+        copied = sum(sizes[key] for key in copies)
+        self.asleep[part] = _Asleep(level, held, freed, copies, copied, restorable)
+        self._most_copied = max(self._most_copied, self._copied)
+
+    def host_bytes(self, parts: Set[str], level: int) -> int:
+        """Of the host, that copies take when they are put to sleep; those of tables that level 2 keeps not counted."""
+        dropped = {KV_CACHE} if level == 1 else {KV_CACHE, WEIGHTS}
+        tensors = self._sleeper.parts()
+        new = (storages(tensors[part], self._device) for part in parts - dropped - self.asleep.keys())
+        kept = self._most_copied - self._copied if self._store.keeps else 0
+        return max(0, sum(sum(part.values()) for part in new) - kept)
+
+    @property
+    def _copied(self) -> int:
+        return sum(asleep.copied for asleep in self.asleep.values())
 
     def needed(self, parts: Set[str]) -> int:
         """Bytes that waking them takes."""

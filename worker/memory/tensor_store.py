@@ -27,7 +27,13 @@ class HostCopy(Protocol):
 
 
 class TensorStore(Protocol):
-    """Parts are known by name. All methods are called from the compute thread, with nothing under way on the device."""
+    """Parts are known by name. All methods are called from the compute thread, with nothing under way on the device.
+
+    keeps: whether the host keeps the memory of copies that are put back, for the next.
+    """
+
+    @property
+    def keeps(self) -> bool: ...
 
     def region(self, part: str) -> AbstractContextManager[None]:
         """What is allocated in here belongs to the part."""
@@ -44,6 +50,8 @@ class TensorStore(Protocol):
 class CpuStore:
     """See `TensorStore`. Copies are the host's as the device's memory is: kept for a simulated device, they make that
     device freer and the process no smaller."""
+
+    keeps = False
 
     def __init__(self) -> None:
         self._released: dict[str, list[tuple[Storage, int]]] = {}

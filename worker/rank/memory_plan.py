@@ -31,7 +31,7 @@ class MemoryPlan:
     ) -> None:  # fmt: skip
         """any_rank, note: see `measure`. held_outside: see `requested_bytes`. Raises ValueError for a budget that is
         not free, or has no room for the rank's weights."""
-        self._config, self._books = config, books
+        self._config, self._books, self._ranks_of_host = config, books, place.local_world_size
         self._any_rank, self._note = any_rank, note
         self._baseline = baseline = books.baseline()
         memory = config.memory
@@ -87,6 +87,11 @@ class MemoryPlan:
     def free(self) -> int:
         """Bytes of the device, now."""
         return self._books.probe.read().free
+
+    @property
+    def host_room(self) -> int:
+        """Bytes of the host's memory that this rank may take, as all others there may at the same time."""
+        return int(psutil.virtual_memory().available) // self._ranks_of_host
 
     def spared(self) -> int:
         """See `Reading.spared`."""
