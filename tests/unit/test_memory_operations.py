@@ -135,7 +135,7 @@ def test_a_host_without_room_for_copies_is_found_out_before_anything_sleeps(hous
     assert house.memory.host_bytes({"weights", "kv_cache", "runtime"}, 1) == copies
     house.plan.host_room -= 1
     says = house.refused(Sleep(1), RefusalCode.NOT_POSSIBLE)
-    assert f"copies {copies} bytes to the host at level 1, {copies - 1} are" in says
+    assert f"copies {copies} bytes to the host, which has room for {copies - 1} of it" in says
     assert not house.memory.asleep
     house.do(Sleep(2))
     house.do(Wake())

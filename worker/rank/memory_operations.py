@@ -40,7 +40,7 @@ class MemoryOperations(Operations):
         memory, parts, level = self._sleeping("sleep"), _named(operation.parts), operation.level
         restorable = not self._updated
         if (needed := memory.host_bytes(parts, level)) > (room := self._plan.host_room):
-            message = f"sleep copies {needed} bytes to the host at level {level}, {room} of it are this rank's part"
+            message = f"sleep at level {level} copies {needed} bytes to the host, which has room for {room} of it"
             raise _impossible(message, "level", level, room)
         if level == 2 and WEIGHTS in parts and WEIGHTS not in memory.asleep and restorable:
             self._dropped_id = self._origin_id()
