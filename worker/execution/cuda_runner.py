@@ -192,11 +192,12 @@ class CudaRunner(ModelRunner):
         sent = StepTensors(*self.packets.send(turn, arrays))
         self.packets.release(turn)
         received = None if self.topology.is_first_stage else self.hidden[:size]
-        self._forward(sent, size, None, received)  # compiles and loads what a capture must not
+        for independent in (False, True):  # compiles and loads what neither a step nor a capture must
+            self._forward(sent, size, None, received, independent=independent)
         torch.cuda.synchronize(self.config.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            launched = self._forward(sent, size, None, received)
+            launched = self._forward(sent, size, None, received, independent=True)
         return graph, launched
 
     def _elsewhere(self) -> list[object]:
@@ -280,8 +281,9 @@ class CudaRunner(ModelRunner):
         return whole
 
     def _graph_size(self, step: AcceptedStep) -> int:
-        """Rows of the graph that this step takes, 0 for none."""
-        single = step.num_tokens == step.num_rows
+        """Rows of the graph that this step takes, 0 for none: as a graph's rows are independent, it takes no request
+        that starts behind a prefix, which another row may be computing now."""
+        single = step.num_tokens == step.num_rows and not any(request.computed for request in step.started)
         size = next((size for size in self.sizes if size >= step.num_rows), 0) if single else 0
         captured, eager = self.graph_counts
         self.graph_counts = (captured + 1, eager) if size else (captured, eager + 1)
@@ -295,14 +297,16 @@ class CudaRunner(ModelRunner):
         return launched
 
     def _forward(
-        self, step: StepTensors, single: int, prefill: PrefillPlan | None, received: Tensor | None
-    ) -> Launched:
+        self, step: StepTensors, single: int, prefill: PrefillPlan | None, received: Tensor | None,
+        *, independent: bool = False,
+    ) -> Launched:  # fmt: skip
         """Launch this stage's part. All that varies from step to step is in tensors, so that it can be captured.
 
-        single: rows of one token, which come first. received: hidden states on stages after the first.
+        single: rows of one token, which come first. received: hidden states on stages after the first. independent: see
+        `DecodePlan`.
         """
         hidden = self._embed(step) if received is None else received
-        decode = DecodePlan(single, step.tables, step.header) if single else None
+        decode = DecodePlan(single, step.tables, step.header, independent) if single else None
         batch = AttentionBatch(step.positions, step.mapping, CudaPlan(decode, prefill))
         hidden = self.model.forward(hidden, batch, self.caches)
         if not self.topology.is_last_stage or not len(step.sample_slots):

@@ -18,20 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from worker.layers import triton_kernels as kernels
 from worker.layers.attention import AttentionBatch, Rows
+from worker.layers.attention_kernels import decode_attention
 from worker.layers.launch import Launcher, power_of_two
+from worker.layers.norm import HeadNorm
 
 MOST_STEPS_IN_FLIGHT = 8  # plans that keep their memory at a time; see `Prefill`
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Rows of one query each, the first of the step; all on the device."""
+    """Rows of one query each, the first of the step; all on the device.
+
+    independent: no row reads what another row of the step writes, and there are no others.
+    """
 
     rows: int
     tables: Tensor  # int32 [rows * header[0]]
     header: Tensor  # int32, of which the first is the width of the tables, in blocks
+    independent: bool
 
 
 class PrefillPlan(Protocol):
@@ -54,22 +59,25 @@ class CudaPlan:
 
 
 class _Tuning(NamedTuple):
+    """places: whether it pays to have `place_heads` done by attention where rows are independent."""
+
     splits: int
     block: int
     warps: int
     stages: int
+    places: bool
 
 
 # By programs without splits (rows * KV heads), at most; measured on one H200.
 _TUNINGS = (
-    (16, _Tuning(16, 64, 4, 2)),
-    (32, _Tuning(8, 64, 4, 3)),
-    (64, _Tuning(8, 32, 1, 3)),
-    (128, _Tuning(2, 128, 4, 2)),
-    (256, _Tuning(1, 128, 4, 2)),
-    (512, _Tuning(1, 64, 2, 3)),
+    (16, _Tuning(16, 64, 4, 2, True)),
+    (32, _Tuning(8, 64, 4, 3, True)),
+    (64, _Tuning(8, 32, 1, 3, True)),
+    (128, _Tuning(2, 128, 4, 2, True)),
+    (256, _Tuning(1, 128, 4, 2, True)),
+    (512, _Tuning(1, 64, 2, 3, True)),
 )
-_FULL = _Tuning(1, 32, 1, 4)
+_FULL = _Tuning(1, 32, 1, 4, False)
 _MOST_SPLIT = max(programs * tuning.splits for programs, tuning in _TUNINGS if tuning.splits > 1)
 
 
@@ -82,7 +90,7 @@ class CudaAttention:
         if head_dim & (head_dim - 1) or head_dim < 16:
             raise ValueError(f"head_dim is {head_dim}; the CUDA kernel takes powers of two from 16")
         self.device, self.heads, self.kv_heads, self.head_dim = device, heads, kv_heads, head_dim
-        self.launchers: dict[tuple[_Tuning, int], Launcher] = {}
+        self.launchers: dict[tuple[_Tuning, int, bool, bool], Launcher] = {}
         self.scale = math.log2(math.e) / math.sqrt(head_dim)  # of the kernel's powers of two
         self.partial = torch.empty(_MOST_SPLIT * 16 * head_dim, device=device)
         self.sums = torch.empty(_MOST_SPLIT * 32, device=device)
@@ -99,30 +107,52 @@ class CudaAttention:
         out = qkv.new_empty(len(qkv), self.heads * self.head_dim)
         done = 0
         if plan.decode is not None:
-            self._decode(qkv, cache, out, batch.positions, plan.decode)
             done = plan.decode.rows
+            launch = self._launcher(self._tuning(done), cache.shape[1], False, False)
+            self._decode(launch, qkv, cache, out, batch, plan.decode, self.sums, self.sums, 0.0)
         if plan.prefill is not None:
             shape = (-1, self.heads, self.head_dim)
             query = qkv[done:, : self.heads * self.head_dim].unflatten(1, shape[1:])
             plan.prefill.attend(query, cache, out[done:].view(shape))
         return out
 
-    def _decode(self, qkv: Tensor, cache: Tensor, out: Tensor, positions: Tensor, plan: DecodePlan) -> None:
-        programs = plan.rows * self.kv_heads
-        tuning = next((tuning for most, tuning in _TUNINGS if programs <= most), _FULL)
-        launch = self.launchers.get((tuning, cache.shape[1])) or self._launcher(tuning, cache.shape[1])
+    def places(self, batch: AttentionBatch) -> bool:
+        """Whether `place_and_attend` takes this step, and is the faster way."""
+        decode: DecodePlan | None = batch.plan.decode
+        return decode is not None and decode.independent and self._tuning(decode.rows).places
+
+    def place_and_attend(
+        self, qkv: Tensor, cache: Tensor, batch: AttentionBatch, norm: HeadNorm | None, frequencies: Tensor
+    ) -> Tensor:
+        """`place_heads` and `attend` in one kernel; qkv stays as it is."""
+        out, decode = qkv.new_empty(len(qkv), self.heads * self.head_dim), batch.plan.decode
+        launch = self._launcher(self._tuning(decode.rows), cache.shape[1], True, norm is not None)
+        weight, eps = (frequencies, 0.0) if norm is None else (norm.weight, norm.eps)
+        self._decode(launch, qkv, cache, out, batch, decode, weight, frequencies, eps)
+        return out
+
+    def _decode(
+        self, launch: Launcher, qkv: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, plan: DecodePlan,
+        norm_weight: Tensor, frequencies: Tensor, eps: float,
+    ) -> None:  # fmt: skip
         launch(
-            (plan.rows, self.kv_heads, tuning.splits), qkv, cache, out, self.partial, self.sums, self.arrived,
-            positions, plan.tables, plan.header, self.scale,
+            (plan.rows, self.kv_heads, self._tuning(plan.rows).splits), qkv, cache, out, self.partial, self.sums,
+            self.arrived, batch.positions, plan.tables, plan.header, batch.slot_mapping, norm_weight, frequencies,
+            self.scale, eps,
         )  # fmt: skip
 
-    def _launcher(self, tuning: _Tuning, block_size: int) -> Launcher:
-        launcher = self.launchers[tuning, block_size] = Launcher(
-            kernels.decode_attention, self.device, self.heads, self.kv_heads, self.heads // self.kv_heads,
-            self.head_dim, block_size, tuning.splits, tuning.block,
-            power_of_two(self.heads // self.kv_heads), num_warps=tuning.warps, num_stages=tuning.stages,
-        )  # fmt: skip
-        return launcher
+    def _tuning(self, rows: int) -> _Tuning:
+        return next((tuning for most, tuning in _TUNINGS if rows * self.kv_heads <= most), _FULL)
+
+    def _launcher(self, tuning: _Tuning, block_size: int, place: bool, norm: bool) -> Launcher:
+        key = (tuning, block_size, place, norm)
+        if key not in self.launchers:
+            self.launchers[key] = Launcher(
+                decode_attention, self.device, self.heads, self.kv_heads, self.head_dim, block_size, tuning.splits,
+                tuning.block, power_of_two(self.heads // self.kv_heads), place, norm,
+                num_warps=tuning.warps, num_stages=tuning.stages,
+            )  # fmt: skip
+        return self.launchers[key]
 
 
 def _make_prefill(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Prefill:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.layers.attention import AttentionBatch
+from worker.layers.attention import AttentionBackend, AttentionBatch
 from worker.layers.norm import HeadNorm
 from worker.layers.rotary import Rotary, rotate_
 
@@ -36,14 +36,17 @@ class Ops(Protocol):
         """[T, 2 width] -> [T, width]: silu of the first half times the second."""
 
     def rotation(self, rotary: Rotary, positions: Tensor) -> Any:
-        """Of a step's positions: what `place_heads` needs and all layers share."""
+        """Of a step's positions: what `attend` needs and all layers share."""
 
-    def place_heads(
-        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor
-    ) -> None:
-        """Normalize queries and keys where a norm is given, rotate them, and write keys and values to the cache.
+    def attend(
+        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor,
+        backend: AttentionBackend,
+    ) -> Tensor:  # fmt: skip
+        """Normalize queries and keys where a norm is given, rotate them, write keys and values to the cache, and let
+        the backend attend. qkv [T, …] is not read after this.
 
-        qkv [T, …] keeps the queries; its keys and values are not read after this.
+        The whole batch's keys and values are written before any is read: prefixes that are computed in the same step
+        rely on it.
         """
 
 
@@ -70,15 +73,17 @@ class TorchOps:
     def rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary(positions)
 
-    def place_heads(
-        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor
-    ) -> None:
+    def attend(
+        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor,
+        backend: AttentionBackend,
+    ) -> Tensor:  # fmt: skip
         rotated = qkv[:, : (heads.query + heads.kv) * heads.dim].view(-1, heads.query + heads.kv, heads.dim)
         if norm is not None:
             norm(rotated)
         rotate_(rotated, rotation)
         slots = cache.view(-1, 2 * heads.kv * heads.dim)
         slots.index_copy_(0, batch.slot_mapping, qkv[:, heads.query * heads.dim :])
+        return backend.attend(qkv, cache, batch)
 
 
 def make_ops(device: torch.device) -> Ops:

@@ -111,6 +111,16 @@ def place_heads(
 
 
 @triton.jit(do_not_specialize=["count"])
+def copy_packet(packet, out, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """out = packet, int32 [count], which lies in pinned memory of the host."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    value = tl.load(packet + i, mask=inside, other=0)
+    _follow(OVERLAP)  # until now the step before may have read what is overwritten
+    tl.store(out + i, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
 def choose_inputs(known, slots, last_tokens, out, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = known where it is not negative, else the slot's last sampled token. All int32 [count]."""
     _follow(OVERLAP)
@@ -182,14 +192,15 @@ def deliver(
 
 @triton.jit
 def few_rows_product(
-    x, weight, out, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
+    x, weight, out, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, OUTPUTS] = x [ROWS, INPUTS] times weight [OUTPUTS, INPUTS] transposed, on the plain float units.
 
-    Bound by reading the weight, whose first piece is fetched while the kernel before still runs. Blocks divide sizes.
+    GATED: what `silu_mul` would make of that, out [ROWS, OUTPUTS / 2]. Bound by reading the weight, whose first piece
+    is fetched while the kernel before still runs. Blocks divide sizes.
     """
-    o = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    o = _outputs(tl.program_id(0), OUTPUTS, GATED, BLOCK_OUT)
     i, r = tl.arange(0, BLOCK_IN), tl.arange(0, ROWS)
     first = tl.load(weight + o[:, None] * INPUTS + i[None, :]).to(tl.float32)
     _follow(OVERLAP)
@@ -199,13 +210,13 @@ def few_rows_product(
         more = tl.load(weight + o[:, None] * INPUTS + start + i[None, :]).to(tl.float32)
         part = tl.load(x + r[:, None] * INPUTS + start + i[None, :]).to(tl.float32)
         total += more[None, :, :] * part[:, None, :]
-    tl.store(out + r[:, None] * OUTPUTS + o[None, :], tl.sum(total, 2))
+    _store_product(out, tl.trans(tl.sum(total, 2)), tl.program_id(0), r, ROWS, OUTPUTS, GATED, BLOCK_OUT)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def some_rows_product(
-    x, weight, out, partial, arrived, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
+    x, weight, out, partial, arrived, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As `few_rows_product` on the matrix units, which take the weight's rows where they expect the larger side.
 
@@ -214,7 +225,7 @@ def some_rows_product(
     int32 [OUTPUTS / BLOCK_OUT], zero before and after.
     """
     block, split = tl.program_id(0), tl.program_id(1)
-    o = block.to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    o = _outputs(block, OUTPUTS, GATED, BLOCK_OUT)
     i, r = tl.arange(0, BLOCK_IN), tl.arange(0, 16)
     inside = (r < rows)[None, :]
     share: tl.constexpr = INPUTS // SPLITS
@@ -225,9 +236,8 @@ def some_rows_product(
     total = tl.dot(first, tl.load(inputs, mask=inside, other=0.0))
     for start in range(BLOCK_IN, share, BLOCK_IN):
         total = tl.dot(tl.load(weights + start), tl.load(inputs + start, mask=inside, other=0.0), total)
-    target = out + r[None, :] * OUTPUTS + o[:, None]
     if SPLITS == 1:
-        tl.store(target, total, mask=inside)
+        _store_product(out, total, block, r, rows, OUTPUTS, GATED, BLOCK_OUT)
     else:
         part = tl.arange(0, BLOCK_OUT)[:, None] * 16 + r[None, :]
         tl.store(partial + (block * SPLITS + split) * BLOCK_OUT * 16 + part, total)
@@ -237,79 +247,33 @@ def some_rows_product(
             whole = tl.zeros((BLOCK_OUT, 16), tl.float32)
             for other in tl.static_range(SPLITS):
                 whole += tl.load(partial + (block * SPLITS + other) * BLOCK_OUT * 16 + part, cache_modifier=".cg")
-            tl.store(target, whole, mask=inside)
+            _store_product(out, whole, block, r, rows, OUTPUTS, GATED, BLOCK_OUT)
             tl.store(arrived + block, 0)
 
 
 @triton.jit
-def decode_attention(
-    qkv, cache, out, partial, sums, arrived, positions, tables, width, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """One query a row over its paged context, cut into SPLITS; the split that arrives last merges them.
+def _outputs(block, OUTPUTS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """A block's rows of the weight, int64 [BLOCK_OUT]; if GATED half of them gates, then the ups that belong to
+    them."""
+    j = tl.arange(0, BLOCK_OUT)
+    o = block * BLOCK_OUT + j
+    if GATED:
+        o = block * (BLOCK_OUT // 2) + j % (BLOCK_OUT // 2) + j // (BLOCK_OUT // 2) * (OUTPUTS // 2)
+    return o.to(tl.int64)
 
-    A program takes the GROUP (padded to 16, what the matrix units want) query heads of one KV head. qkv as in
-    `place_heads`, out [rows, HEADS * DIM], cache [blocks, PAGE, 2, KV_HEADS, DIM], positions int32 [rows] of the
-    query, tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16, DIM], sums float32 [rows,
-    KV_HEADS, SPLITS, 2, 16], arrived int32 [rows, KV_HEADS], zero before and after. What is read depends on positions
-    alone, so padding rows cost one block. The bits of a row do not depend on other rows, only on SPLITS.
-    PADDED: the power of two that GROUP fits in.
-    """
-    _follow(OVERLAP)
-    row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(positions + row) + 1
-    table = tables + row * tl.load(width)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16
-    begin = split * share
-    end = tl.minimum(begin + share, length)
-    g, d = tl.arange(0, 16), tl.arange(0, DIM)
-    query = qkv + row.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM + (kv * GROUP + g[:, None]) * DIM + d[None, :]
-    q = tl.load(query, mask=(g < GROUP)[:, None], other=0.0)
-    largest = tl.full((16,), float("-inf"), tl.float32)
-    total = tl.zeros((16,), tl.float32)
-    acc = tl.zeros((16, DIM), tl.float32)
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < end
-        block = tl.load(table + at // PAGE, mask=inside, other=0).to(tl.int64)
-        base = (block * PAGE + at % PAGE) * (2 * KV_HEADS * DIM) + kv * DIM
-        k = tl.load(cache + base[None, :] + d[:, None], mask=inside[None, :], other=0.0)
-        score = tl.dot(q, k, input_precision="ieee") * scale  # which includes log2(e)
-        score = tl.where(inside[None, :], score, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - new_largest[:, None])
-        fade = tl.exp2(largest - new_largest)
-        total = total * fade + tl.sum(weight, 1)
-        v = tl.load(cache + base[:, None] + KV_HEADS * DIM + d[None, :], mask=inside[:, None], other=0.0)
-        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        largest = new_largest
-    if SPLITS == 1:
-        target = out + (row * HEADS + kv * GROUP + g[:, None]).to(tl.int64) * DIM + d[None, :]
-        tl.store(target, acc / total[:, None], mask=(g < GROUP)[:, None])
+
+@triton.jit
+def _store_product(
+    out, total, block, r, rows, OUTPUTS: tl.constexpr, GATED: tl.constexpr, BLOCK_OUT: tl.constexpr
+):  # fmt: skip
+    """total [BLOCK_OUT, rows as many as r] of the rows that `_outputs` names."""
+    inside = (r < rows)[None, :]
+    if GATED:
+        pairs = tl.reshape(total.to(out.dtype.element_ty), (2, BLOCK_OUT // 2, r.shape[0]))
+        gate, up = tl.split(tl.permute(pairs, (1, 2, 0)))
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        o = block * (BLOCK_OUT // 2) + tl.arange(0, BLOCK_OUT // 2)
+        tl.store(out + r[None, :] * (OUTPUTS // 2) + o[:, None], gate * tl.sigmoid(gate) * up, mask=inside)
     else:
-        group = row * KV_HEADS + kv
-        mine = group * SPLITS + split
-        tl.store(partial + mine * 16 * DIM + g[:, None] * DIM + d[None, :], acc, mask=(g < GROUP)[:, None])
-        tl.store(sums + mine * 32 + g, largest)
-        tl.store(sums + mine * 32 + 16 + g, total)
-        tl.debug_barrier()  # all threads have written before one of them says so
-        if tl.atomic_add(arrived + group, 1, sem="acq_rel") == SPLITS - 1:
-            tl.debug_barrier()
-            # All splits at once: one after the other, each would wait for the second-level cache anew.
-            s, h = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-            there = group * SPLITS + s
-            told = sums + there[:, None] * 32 + h[None, :]
-            all_largest = tl.load(told, cache_modifier=".cg")
-            top = tl.max(all_largest, 0)
-            fades = tl.exp2(all_largest - top[None, :])
-            whole = tl.sum(tl.load(told + 16, cache_modifier=".cg") * fades, 0)
-            rows = there[:, None, None] * 16 + h[None, :, None]
-            parts = tl.load(
-                partial + rows * DIM + d[None, None, :], mask=(h < GROUP)[None, :, None], other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            merged = tl.sum(parts * fades[:, :, None], 0) / whole[:, None]
-            heads = out + (row * HEADS + kv * GROUP + h[:, None]).to(tl.int64) * DIM + d[None, :]
-            tl.store(heads, merged, mask=(h < GROUP)[:, None])
-            tl.store(arrived + group, 0)
+        o = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        tl.store(out + r[None, :] * OUTPUTS + o[:, None], total, mask=inside)

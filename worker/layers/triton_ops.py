@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.layers import triton_kernels as kernels
-from worker.layers.attention import AttentionBatch
+from worker.layers.attention import AttentionBackend, AttentionBatch
+from worker.layers.cuda_attention import CudaAttention
 from worker.layers.launch import Launcher, blocks, power_of_two
 from worker.layers.norm import HeadNorm
 from worker.layers.ops import MANY_TOKENS, Heads
@@ -54,10 +55,13 @@ class TritonOps:
         angles = positions[:, None].float() * rotary.frequencies
         return torch.stack((angles.cos(), angles.sin()), 1)
 
-    def place_heads(
-        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor
-    ) -> None:
+    def attend(
+        self, qkv: Tensor, heads: Heads, norm: HeadNorm | None, rotation: Any, batch: AttentionBatch, cache: Tensor,
+        backend: AttentionBackend,
+    ) -> Tensor:  # fmt: skip
         table = rotation.dim() > 1
+        if not table and isinstance(backend, CudaAttention) and backend.places(batch):
+            return backend.place_and_attend(qkv, cache, batch, norm, rotation)
         block = _HEADS_A_PROGRAM[table]
         launch = self._launcher(
             kernels.place_heads, qkv.dtype, heads.query, heads.kv, heads.dim // 2, norm is not None, table, block
@@ -65,6 +69,7 @@ class TritonOps:
         weight, eps = (rotation, 0.0) if norm is None else (norm.weight, norm.eps)
         grid = (len(qkv), blocks(heads.query + 2 * heads.kv, block), 1)
         launch(grid, qkv, weight, rotation, batch.positions, batch.slot_mapping, cache, eps)
+        return backend.attend(qkv, cache, batch)
 
 
 def _launcher(device: torch.device, kernel: Any, dtype: torch.dtype, *constants: Any) -> Launcher:
@@ -89,7 +94,8 @@ class _SomeRows(NamedTuple):
 
 
 class SmallProduct:
-    """F.linear for one weight [outputs, inputs], by kernels of our own where few rows make cuBLAS slower.
+    """F.linear for one weight [outputs, inputs], by kernels of our own where few rows make cuBLAS slower; if `gated`
+    with `silu_mul` behind it, which cuBLAS has not.
 
     H200, bf16, us behind a norm, ours / cuBLAS:
         outputs x inputs      4096x1024   1024x3072   4096x4096   6144x4096   24576x4096   4096x12288
@@ -100,13 +106,14 @@ class SmallProduct:
     inputs split over programs.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, gated: bool = False) -> None:
         self.outputs, inputs = weight.shape
+        self.width = self.outputs // 2 if gated else self.outputs  # of the result
         self.few: dict[int, Launcher] = {}
         self.some: Launcher | None = None
         if weight.dtype == torch.float32:
             return
-        sizes = (self.outputs, inputs)
+        sizes = (self.outputs, inputs, gated)
         block_in = next((block for block in (1024, 512, 256, 128) if inputs % block == 0 and inputs >= 2 * block), 0)
         self.few_out = 2 if block_in == 1024 else 4
         if block_in and self.outputs % self.few_out == 0:
@@ -115,7 +122,7 @@ class SmallProduct:
                 rows: Launcher(few, weight.device, rows, *sizes, self.few_out, block_in)
                 for rows, most in _FEW_ROWS.items() if weight.nbytes <= most
             }  # fmt: skip
-        self.tuning = some_tuning(*sizes)
+        self.tuning = some_tuning(self.outputs, inputs)
         if self.tuning is not None:
             block, block_in, splits, warps, stages = self.tuning
             self.arrived = torch.zeros(self.outputs // block, dtype=torch.int32, device=weight.device)
@@ -125,20 +132,23 @@ class SmallProduct:
             )  # fmt: skip
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = self.small(x, weight) if bias is None else None
+        return F.linear(x, weight, bias) if out is None else out
+
+    def small(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """[n, width], or None where there are too many rows."""
         rows = x.shape[0]
-        if rows > _SOME_ROWS or bias is not None:
-            return F.linear(x, weight, bias)
         if (few := self.few.get(rows)) is not None:
-            out = x.new_empty(rows, self.outputs)
+            out = x.new_empty(rows, self.width)
             few((self.outputs // self.few_out, 1, 1), x, weight, out)
             return out
-        if self.some is not None and self.tuning is not None and rows > max(_FEW_ROWS):
-            out, splits = x.new_empty(rows, self.outputs), self.tuning.splits
+        if self.some is not None and self.tuning is not None and max(_FEW_ROWS) < rows <= _SOME_ROWS:
+            out, splits = x.new_empty(rows, self.width), self.tuning.splits
             partial = x.new_empty(self.outputs * splits * 16, dtype=torch.float32)
             grid = (self.outputs // self.tuning.outputs, splits, 1)
             self.some(grid, x, weight, out, partial, self.arrived, rows)
             return out
-        return F.linear(x, weight, bias)
+        return None
 
 
 def some_tuning(outputs: int, inputs: int) -> _SomeRows | None:

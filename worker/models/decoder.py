@@ -57,11 +57,7 @@ class Attention:
 
     def heads_of(self, x: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
         """What the heads have seen, before the output projection."""
-        qkv = self.qkv(x)
-        # The whole batch's keys and values are written before anything reads them: prefixes that are computed in the
-        # same step rely on it.
-        self.ops.place_heads(qkv, self.heads, self.head_norm, rotation, batch, cache)
-        return self.backend.attend(qkv, cache, batch)
+        return self.ops.attend(self.qkv(x), self.heads, self.head_norm, rotation, batch, cache, self.backend)
 
 
 class MLP:
@@ -77,7 +73,7 @@ class MLP:
 
     def gated(self, x: Tensor) -> Tensor:
         """Before the projection down."""
-        return self.ops.silu_mul(self.gate_up(x))
+        return self.gate_up.gated(x, self.ops.silu_mul)
 
 
 class Layer:
