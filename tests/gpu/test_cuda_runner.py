@@ -14,11 +14,13 @@ from tests.gang.stage_runs import LargerWeights, Record, model_config, note
 from tests.gang.workload import LIMITS, accepted_steps
 from worker.execution.make_runner import make_runner
 from worker.execution.model_runner import ModelRunner
-from worker.execution.runner import PendingOutput, RunnerConfig
+from worker.execution.runner import PendingOutput, RunnerConfig, StepOutput
 from worker.layers.attention import AttentionBatch, Rows
 from worker.parallel.groups import make_groups
 from worker.topology import Topology
 from worker.weights import load_weights
+from workerproto.codec import encode_body, pack
+from workerproto.messages import New, RowFlag, Sampling, Step
 from workerproto.steps import AcceptedStep
 from workerproto.validate import StepValidator
 
@@ -119,6 +121,29 @@ def test_bf16_greedy_tokens_are_the_best_within_tolerance() -> None:
     print(f"bf16: {same} of {len(greedy)} tokens are the float32 model's; worst relative loss {worst:.4f}")
     assert worst <= BF16_TOLERANCE
     assert same >= 0.9 * len(greedy)
+
+
+def test_a_prefix_that_the_same_step_completes() -> None:
+    """Two rows of one token: the first writes the last position of the block that the second starts behind."""
+    runner, validator = make(torch.device("cuda"), torch.float32), StepValidator(LIMITS)
+    tokens, size, told = list(range(20, 37)), LIMITS.block_size, Sampling(logprobs=4)
+    sample = int(RowFlag.SAMPLE)
+
+    def step(name: int, new: list[New], rows: list[tuple[int, int, int, int]]) -> StepOutput:
+        ids, positions, counts, flags = (pack(column) for column in zip(*rows, strict=True))
+        grants = pack([0] * len(rows))
+        body = Step(new, ids=ids, positions=positions, counts=counts, row_flags=flags, grant_counts=grants)
+        accepted = validator.check(name, 0, encode_body(body))
+        return runner.execute(accepted, validator.table).wait()
+
+    step(1, [New(1, pack(tokens[:size]), pack([5]), 0, told)], [(1, 0, size - 1, 0)])
+    behind = New(2, pack(tokens), pack([5, 6]), size, told)
+    together = step(2, [behind], [(1, size - 1, 1, sample), (2, size, 1, sample)])
+    alone = step(3, [New(3, pack(tokens), pack([7, 8]), 0, told)], [(3, 0, size + 1, sample)])
+    assert together.tokens[1] == alone.tokens[0]
+    assert together.logprobs is not None
+    assert alone.logprobs is not None
+    assert np.abs(together.logprobs.values[-len(alone.logprobs.values) :] - alone.logprobs.values).max() < 1e-4
 
 
 def test_no_step_waits_for_the_device() -> None:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from msgspec.structs import replace
 
 from worker.execution.batch import inputs_of, rows_of, samples_of
-from worker.execution.device_step import Padding, eager_arrays, graph_arrays, packet_capacity, single_queries_first
+from worker.execution.device_step import (
+    Padding,
+    eager_arrays,
+    graph_arrays,
+    graph_size,
+    packet_capacity,
+    single_queries_first,
+)
 from worker.execution.slots import RequestSlots
 from workerproto.messages import Sampling
 from workerproto.steps import AcceptedStep, StartedRequest
@@ -51,6 +60,21 @@ def test_rows_of_one_token_come_first_and_answers_keep_the_order_of_the_step() -
 def test_a_step_that_is_in_order_is_left_alone() -> None:
     step = step_of([(1, 9, 1, 1), (2, 4, 2, 1)], [])
     assert single_queries_first(step)[0] is step
+
+
+@pytest.mark.parametrize(
+    ("counts", "computed", "size"),
+    [([1, 1, 1], None, 4), ([1], None, 1), ([1] * 5, None, 0), ([1, 2], None, 0), ([1, 1], 0, 2), ([1, 1], 8, 0)],
+)
+def test_a_graph_takes_rows_of_one_token_that_read_nothing_of_the_same_step(
+    counts: list[int], computed: int | None, size: int
+) -> None:
+    """Behind a prefix (the last case) a request may start in the very step that writes the prefix."""
+    step = step_of([(slot, 8, count, 1) for slot, count in enumerate(counts)], [])
+    if computed is not None:
+        started = StartedRequest(1, 1, np.arange(9, dtype=np.int32), computed, Sampling())
+        step = replace(step, started=[started])
+    assert graph_size(step, [1, 2, 4]) == size
 
 
 def test_padding_reads_and_writes_what_is_nobodys() -> None:

@@ -24,6 +24,7 @@ from worker.execution.device_step import (
     StepTensors,
     eager_arrays,
     graph_arrays,
+    graph_size,
     packet_capacity,
     padding_arrays,
     single_queries_first,
@@ -281,10 +282,7 @@ class CudaRunner(ModelRunner):
         return whole
 
     def _graph_size(self, step: AcceptedStep) -> int:
-        """Rows of the graph that this step takes, 0 for none: as a graph's rows are independent, it takes no request
-        that starts behind a prefix, which another row may be computing now."""
-        single = step.num_tokens == step.num_rows and not any(request.computed for request in step.started)
-        size = next((size for size in self.sizes if size >= step.num_rows), 0) if single else 0
+        size = graph_size(step, self.sizes)
         captured, eager = self.graph_counts
         self.graph_counts = (captured + 1, eager) if size else (captured, eager + 1)
         return size

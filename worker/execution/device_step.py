@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,18 @@ class Padding(NamedTuple):
 def packet_capacity(tokens: int, rows: int, width: int) -> int:
     """int32 elements of any step's arrays, gaps for alignment included."""
     return 4 * tokens + 2 * rows + rows * width + 64
+
+
+def graph_size(step: AcceptedStep, sizes: Sequence[int]) -> int:
+    """Rows of the graph, of ascending `sizes`, that the step takes; 0 for none.
+
+    A graph's rows are one token each and read nothing that another row of the step writes. What is shared is written
+    whole by the end of the step that starts a request behind it (SPEC, Blocks); so such a step takes none, as its other
+    rows may be writing it, and a later step has nothing of the kind.
+    """
+    if step.num_tokens != step.num_rows or any(request.computed for request in step.started):
+        return 0
+    return next((size for size in sizes if size >= step.num_rows), 0)
 
 
 def single_queries_first(step: AcceptedStep) -> tuple[AcceptedStep, Int64Array]:
