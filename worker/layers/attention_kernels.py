@@ -30,7 +30,8 @@ def decode_attention(
     own token aside: the rest of the cache is read while the kernel before still runs.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # What programs that run together read lies together: all heads of a position, then its neighbours.
+    split, kv, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, 16), tl.arange(0, DIM)
     heads = (g < GROUP)[:, None]
     if not PLACE:

@@ -70,12 +70,11 @@ class _Tuning(NamedTuple):
 
 # By programs without splits (rows * KV heads), at most; measured on one H200.
 _TUNINGS = (
-    (16, _Tuning(16, 64, 4, 2, True)),
-    (32, _Tuning(8, 64, 4, 3, True)),
-    (64, _Tuning(8, 32, 1, 3, True)),
-    (128, _Tuning(2, 128, 4, 2, True)),
-    (256, _Tuning(1, 128, 4, 2, True)),
-    (512, _Tuning(1, 64, 2, 3, True)),
+    (16, _Tuning(16, 64, 4, 1, True)),
+    (64, _Tuning(8, 32, 2, 3, True)),
+    (128, _Tuning(4, 64, 2, 2, True)),
+    (256, _Tuning(1, 128, 4, 2, False)),
+    (512, _Tuning(1, 64, 2, 3, False)),
 )
 _FULL = _Tuning(1, 32, 1, 4, False)
 _MOST_SPLIT = max(programs * tuning.splits for programs, tuning in _TUNINGS if tuning.splits > 1)
@@ -136,7 +135,7 @@ class CudaAttention:
         norm_weight: Tensor, frequencies: Tensor, eps: float,
     ) -> None:  # fmt: skip
         launch(
-            (plan.rows, self.kv_heads, self._tuning(plan.rows).splits), qkv, cache, out, self.partial, self.sums,
+            (self._tuning(plan.rows).splits, self.kv_heads, plan.rows), qkv, cache, out, self.partial, self.sums,
             self.arrived, batch.positions, plan.tables, plan.header, batch.slot_mapping, norm_weight, frequencies,
             self.scale, eps,
         )  # fmt: skip

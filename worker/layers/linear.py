@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.layers.norm import RMSNorm
 from worker.topology import HeadSplit
 from worker.weights.placement import Placement, Share
 
@@ -42,6 +43,28 @@ class SoleRank:
         return shard
 
 
+class Products:
+    """The products that a decoder has of one weight [outputs, inputs], by torch; `small_products` has others for few
+    rows on CUDA."""
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm) -> Tensor:
+        """Of the norm of x."""
+        return self.plain(norm(x), weight, bias)
+
+    def gated(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm, silu_mul: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What `silu_mul` makes of that."""
+        return silu_mul(self.normed(x, weight, bias, norm))
+
+    def add_to_(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Of x, added to out [n, outputs], rounded once."""
+        out.addmm_(x, weight.t())
+
+
 class Linear:
     """y = x W^T + b; x [n, inputs], y [n, outputs] in the dtype of the weight [outputs, inputs]."""
 
@@ -49,7 +72,7 @@ class Linear:
         self.weight = torch.zeros(outputs, inputs, dtype=dtype, device=device)
         self.bias = torch.zeros(outputs, dtype=dtype, device=device) if bias else None
         self.packed: Tensor | None = None
-        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        self.products = Products()
         self._weights: list[tuple[str, tuple[int, ...], list[Share]]] = []
         self._biases: list[tuple[str, tuple[int, ...], list[Share]]] = []
 
@@ -81,15 +104,19 @@ class Linear:
         if packing_works(self.weight.dtype, self.weight.device):
             self.packed = _pack(self.weight)
             self.weight = self.weight.new_empty(0)
-        elif self.weight.device.type == "cuda" and self.multiply is F.linear:
-            from worker.layers.triton_ops import SmallProduct
+        elif self.weight.device.type == "cuda" and type(self.products) is Products and self.weight.itemsize == 2:
+            from worker.layers.small_products import SmallProducts
 
-            self.multiply = SmallProduct(self.weight)
+            self.products = SmallProducts(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return _multiply_packed(x, self.packed, self.bias)
-        return self.multiply(x, self.weight, self.bias)
+        return self.products.plain(x, self.weight, self.bias)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """y of the norm of x. Of a weight that is not packed, as on CUDA."""
+        return self.products.normed(x, self.weight, self.bias, norm)
 
 
 class RowParallel(Linear):
@@ -108,7 +135,7 @@ class RowParallel(Linear):
         super().__init__(inputs // group.size, outputs, bias and group.rank == 0, dtype, device)
         self.group = group
         # Of a sole rank the residual can be added where the product is rounded, which saves many rows two passes over
-        # it. (H200, 8B shape, prompts of 8192 tokens: 42.9 -> 43.4 thousand tokens/s.)
+        # it, and few rows a kernel. (H200, 8B shape, prompts of 8192 tokens: 42.9 -> 43.4 thousand tokens/s.)
         self.accumulates = device.type == "cuda" and group.size == 1 and not bias
         start = group.rank * (inputs // group.size)
         self.place(f"{name}.weight", (outputs, inputs), Share(1, start))
@@ -120,7 +147,7 @@ class RowParallel(Linear):
 
     def add_to_(self, residual: Tensor, x: Tensor) -> None:
         """residual [n, outputs] += y, rounded once. Where it accumulates only."""
-        residual.addmm_(x, self.weight.t())
+        self.products.add_to_(residual, x, self.weight)
 
 
 class GateUp(Linear):
@@ -138,24 +165,15 @@ class GateUp(Linear):
     ) -> None:
         local = outputs // group.size
         super().__init__(inputs, 2 * local, bias, dtype, device)
-        self.multiply_gated: Callable[[Tensor, Tensor], Tensor | None] = _nothing
         for part, projection in enumerate(("gate_proj", "up_proj")):
             share = Share(0, group.rank * local, slice(part * local, (part + 1) * local))
             self.place(f"{name}.{projection}.weight", (outputs, inputs), share)
             if bias:
                 self.place_bias(f"{name}.{projection}.bias", (outputs,), share)
 
-    def finish_loading(self) -> None:
-        super().finish_loading()
-        if self.weight.device.type == "cuda" and self.bias is None and self.multiply_gated is _nothing:
-            from worker.layers.triton_ops import SmallProduct
-
-            self.multiply_gated = SmallProduct(self.weight, gated=True).small
-
-    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        """silu of the gates times the ups, in one kernel where there is one."""
-        gated = self.multiply_gated(x, self.weight)
-        return silu_mul(self(x)) if gated is None else gated
+    def gated(self, x: Tensor, norm: RMSNorm, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """silu of the gates times the ups, of the norm of x. Of a weight that is not packed."""
+        return self.products.gated(x, self.weight, self.bias, norm, silu_mul)
 
 
 class QKV(Linear):
@@ -190,10 +208,6 @@ class QKV(Linear):
             self.place(f"{name}.{projection}.weight", (total * head_dim, inputs), *shares)
             if bias:
                 self.place_bias(f"{name}.{projection}.bias", (total * head_dim,), *shares)
-
-
-def _nothing(x: Tensor, weight: Tensor) -> None:
-    return None
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from worker.layers.attention import AttentionBackend, AttentionBatch, make_backend
 from worker.layers.linear import QKV, GateUp, Linear, RowParallel, SoleRank, TensorParallelGroup
 from worker.layers.norm import HeadNorm, RMSNorm
-from worker.layers.ops import MANY_TOKENS, Heads, Ops, make_ops
+from worker.layers.ops import Heads, Ops, make_ops
 from worker.layers.rotary import Rotary
 from worker.layers.vocabulary import Embedding, Head
 from worker.model_config import ModelConfig
@@ -55,9 +55,9 @@ class Attention:
         self.output = RowParallel(f"{name}.o_proj", width, config.hidden, config.output_bias, group, *made)
         self.parts: list[Part] = [self.qkv, self.output]
 
-    def heads_of(self, x: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
+    def heads_of(self, qkv: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
         """What the heads have seen, before the output projection."""
-        return self.ops.attend(self.qkv(x), self.heads, self.head_norm, rotation, batch, cache, self.backend)
+        return self.ops.attend(qkv, self.heads, self.head_norm, rotation, batch, cache, self.backend)
 
 
 class MLP:
@@ -70,10 +70,6 @@ class MLP:
         )
         self.ops = context.ops
         self.parts: list[Part] = [self.gate_up, self.down]
-
-    def gated(self, x: Tensor) -> Tensor:
-        """Before the projection down."""
-        return self.gate_up.gated(x, self.ops.silu_mul)
 
 
 class Layer:
@@ -101,9 +97,10 @@ class Layer:
             x = self.attention_norm(hidden)
         else:
             x, hidden = self.attention_norm.added_to_(update, hidden), update
-        update = self.attention.output(self.attention.heads_of(x, rotation, batch, cache))
+        seen = self.attention.heads_of(self.attention.qkv(x), rotation, batch, cache)
+        update = self.attention.output(seen)
         x, hidden = self.mlp_norm.added_to_(update, hidden), update
-        return hidden, self.mlp.down(self.mlp.gated(x))
+        return hidden, self.mlp.down(self.mlp.ops.silu_mul(self.mlp.gate_up(x)))
 
     @property
     def accumulates(self) -> bool:
@@ -111,9 +108,9 @@ class Layer:
 
     def add_to_(self, hidden: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> None:
         """The same into `hidden`, by products that accumulate."""
-        seen = self.attention.heads_of(self.attention_norm(hidden), rotation, batch, cache)
-        self.attention.output.add_to_(hidden, seen)
-        self.mlp.down.add_to_(hidden, self.mlp.gated(self.mlp_norm(hidden)))
+        qkv = self.attention.qkv.normed(hidden, self.attention_norm)
+        self.attention.output.add_to_(hidden, self.attention.heads_of(qkv, rotation, batch, cache))
+        self.mlp.down.add_to_(hidden, self.mlp.gate_up.gated(hidden, self.mlp_norm, self.mlp.ops.silu_mul))
 
 
 class Decoder:
@@ -168,7 +165,7 @@ class Decoder:
         `hidden` is not written; the result is a tensor of its own.
         """
         rotation, update = self.ops.rotation(self.rotary, batch.positions), None
-        if len(hidden) >= MANY_TOKENS and all(layer.accumulates for layer in self.layers):
+        if all(layer.accumulates for layer in self.layers):
             hidden = hidden.clone()
             for layer, cache in zip(self.layers[: len(caches)], caches, strict=True):
                 layer.add_to_(hidden, rotation, batch, cache)

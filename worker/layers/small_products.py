@@ -1,0 +1,119 @@
+"""Products with one weight by kernels of our own, where few rows make cuBLAS slower.
+
+H200, bf16, us behind a norm, ours / cuBLAS:
+    outputs x inputs      4096x1024   1024x3072   4096x4096   6144x4096   24576x4096   4096x12288
+    1 row                 3.5 / 5.3   3.1 / 6.3   11 / 12     16 / 17     54 / 50      31 / 29
+    4 rows                5.8 / 5.3   4.6 / 6.5   19 / 12     27 / 17     95 / 50      54 / 29
+    8, on matrix units    4.4 / 5.4   7.1 / 6.8   13 / 14     17 / 17     49 / 56      34 / 31
+A step of the 0.6B shape at 8 rows took 1.262 ms with cuBLAS for the weights of 1024 outputs, and 1.176 with their
+inputs split over programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.layers.launch import Launcher
+from worker.layers.linear import Products
+from worker.layers.norm import RMSNorm
+from worker.layers.product_kernels import ADDED, GATED, NORMED, PLAIN, few_rows_product, some_rows_product
+
+# For each number of rows, the largest weight, in bytes, that the plain kernel is better at.
+_FEW_ROWS = {1: 64 << 20, 2: 16 << 20, 4: 7_000_000}
+_SOME_ROWS = 16
+
+
+class _SomeRows(NamedTuple):
+    """How `some_rows_product` takes a weight: outputs and inputs of a block, parts of the inputs."""
+
+    outputs: int
+    inputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+class SmallProducts(Products):
+    """`Products` of a weight [outputs, inputs] in a dtype of 16 bits."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.bytes, self.device = weight.nbytes, weight.device
+        inputs = self.inputs
+        self.block_in = next((b for b in (1024, 512, 256, 128) if inputs % b == 0 and inputs >= 2 * b), 0)
+        self.block_out = 2 if self.block_in == 1024 else 4
+        self.tuning = some_tuning(self.outputs, inputs)
+        if self.tuning is not None:
+            self.arrived = torch.zeros(self.outputs // self.tuning.outputs, dtype=torch.int32, device=self.device)
+        self._few, self._some = functools.cache(self._few_launcher), functools.cache(self._some_launcher)
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = self._small(PLAIN, x, weight) if bias is None else None
+        return super().plain(x, weight, bias) if out is None else out
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm) -> Tensor:
+        out = self._small(NORMED, x, weight, norm) if bias is None else None
+        return super().normed(x, weight, bias, norm) if out is None else out
+
+    def gated(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm, silu_mul: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        out = self._small(GATED, x, weight, norm) if bias is None else None
+        return super().gated(x, weight, bias, norm, silu_mul) if out is None else out
+
+    def add_to_(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        if self._small(ADDED, x, weight, out=out) is None:
+            super().add_to_(out, x, weight)
+
+    def _small(
+        self, kind: Any, x: Tensor, weight: Tensor, norm: RMSNorm | None = None, out: Tensor | None = None
+    ) -> Tensor | None:
+        """None where cuBLAS is better."""
+        rows = x.shape[0]
+        if out is None:
+            out = x.new_empty(rows, self.outputs // 2 if kind is GATED else self.outputs)
+        arguments = (x, weight, out, *((x, 0.0) if norm is None else (norm.weight, norm.eps)))
+        if rows in _FEW_ROWS:
+            if not self.block_in or self.outputs % self.block_out or self.bytes > _FEW_ROWS[rows]:
+                return None
+            self._few(kind, rows)((self.outputs // self.block_out, 1, 1), *arguments)
+            return out
+        tuning = self.tuning
+        if tuning is None or not max(_FEW_ROWS) < rows <= _SOME_ROWS or (norm is not None and tuning.splits > 1):
+            return None
+        partial = x.new_empty(self.outputs * tuning.splits * 16, dtype=torch.float32)
+        grid = (self.outputs // tuning.outputs, tuning.splits, 1)
+        self._some(kind)(grid, *arguments, partial, self.arrived, rows)
+        return out
+
+    def _few_launcher(self, kind: Any, rows: int) -> Launcher:
+        sizes = (rows, self.outputs, self.inputs, kind, self.block_out, self.block_in)
+        return Launcher(few_rows_product, self.device, *sizes)
+
+    def _some_launcher(self, kind: Any) -> Launcher:
+        assert self.tuning is not None
+        block_out, block_in, splits, warps, stages = self.tuning
+        sizes = (self.outputs, self.inputs, kind, splits, block_out, block_in)
+        return Launcher(some_rows_product, self.device, *sizes, num_warps=warps, num_stages=stages)
+
+
+def some_tuning(outputs: int, inputs: int) -> _SomeRows | None:
+    """For a weight of these sizes, as tried in steps of the 0.6B shape at 8 rows; None where cuBLAS is better, as for
+    the 8B shape: with this kernel it took 5.34 ms a step, without 5.08, whatever the table above says."""
+    if outputs >= 4096 and inputs <= 2048:
+        tuning = _SomeRows(16, 256, 1, 4, 3)
+        if outputs >= 6144:
+            tuning = _SomeRows(64, 128, 1, 4, 3) if outputs >= 16384 else _SomeRows(32, 128, 1, 4, 4)
+    elif outputs < 4096 and 256 <= inputs <= 4096:
+        # Few outputs are few programs: the inputs are split, so that each multiprocessor has something to read.
+        pieces = inputs // 256
+        tuning = _SomeRows(32, 256, max(splits for splits in range(1, 9) if pieces % splits == 0), 4, 2)
+    else:
+        return None
+    divides = outputs % tuning.outputs == 0 and inputs % (tuning.splits * tuning.inputs) == 0
+    return tuning if divides else None
