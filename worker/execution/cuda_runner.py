@@ -393,3 +393,4 @@ class CudaRunner(ModelRunner):
     def close(self) -> None:
         super().close()
         torch.cuda.synchronize(self.config.device)
+        self.graphs.clear()  # they hold the communicators, whose end would wait for theirs

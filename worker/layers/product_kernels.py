@@ -115,8 +115,10 @@ def _before(out, block, r, rows, OUTPUTS: tl.constexpr, KIND: tl.constexpr, BLOC
     """What an ADDED product is added to, [BLOCK_OUT, r]."""
     if KIND == ADDED:
         o = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        return tl.load(out + r[None, :] * OUTPUTS + o[:, None], mask=(r < rows)[None, :], other=0.0).to(tl.float32)
-    return 0.0
+        before = tl.load(out + r[None, :] * OUTPUTS + o[:, None], mask=(r < rows)[None, :], other=0.0).to(tl.float32)
+    else:
+        before = 0.0
+    return before
 
 
 @triton.jit
