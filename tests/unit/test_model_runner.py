@@ -19,6 +19,7 @@ from worker.execution.model_runner import ModelRunner
 from worker.execution.runner import RunnerConfig
 from worker.execution.slots import RequestSlots
 from worker.layers.attention import AttentionBatch, Rows
+from worker.layers.linear import Products
 from worker.memory.probe import ProbeSettings
 from worker.memory.simulated_device import SimulatedDevice
 from worker.models.decoder import Layer
@@ -123,6 +124,7 @@ def test_products_that_accumulate_compute_what_products_and_sums_do(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run_workload(runner)
+    monkeypatch.setattr(Products, "accumulates", lambda self, rows: rows > 1)  # else this workload has too few
     for layer in runner.model.layers:
         layer.attention.output.accumulates = layer.mlp.down.accumulates = True
     added: list[int] = []

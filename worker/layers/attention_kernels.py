@@ -18,22 +18,23 @@ from worker.layers.triton_kernels import _follow
 def decode_attention(
     qkv, cache, out, partial, sums, arrived, positions, tables, width, slot_mapping, norm_weight, frequencies, scale,
     eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, PLACE: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """qkv [rows, (HEADS + 2 KV_HEADS) * DIM], out [rows, HEADS * DIM], cache [blocks, PAGE, 2, KV_HEADS, DIM],
     positions int32 [rows] of the query, tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16,
     DIM], sums float32 [rows, KV_HEADS, SPLITS, 2, 16], arrived int32 [rows, KV_HEADS], zero before and after. PADDED:
     the power of two that the query heads of a KV head fit in. scale: of scores, log2(e) included.
 
-    PLACE: the heads are as the product left them, and what `place_heads` does is done here too, with its norm_weight,
-    frequencies [DIM / 2], slot_mapping and eps. Then nothing that this step computes may be in what a row reads, its
-    own token aside: the rest of the cache is read while the kernel before still runs.
+    EARLY, where it is not 0: the heads are as the product left them, and what `place_heads` does is done here too, with
+    its norm_weight, frequencies [DIM / 2], slot_mapping and eps. Then nothing that this step computes may be in what a
+    row reads, its own token aside: so many blocks of the cache, 3 at most, are read while the kernel before still runs.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     # What programs that run together read lies together: all heads of a position, then its neighbours.
     split, kv, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g, d = tl.arange(0, 16), tl.arange(0, DIM)
     heads = (g < GROUP)[:, None]
+    PLACE: tl.constexpr = EARLY > 0
     if not PLACE:
         _follow(OVERLAP)
     position = tl.load(positions + row)
@@ -46,6 +47,10 @@ def decode_attention(
     query = token + (kv * GROUP + g[:, None]) * DIM
     if PLACE:
         k, v, inside = _keys_and_values(cache, table, begin, end, kv, KV_HEADS, DIM, PAGE, BLOCK)
+        if EARLY > 1:
+            k1, v1, inside1 = _keys_and_values(cache, table, begin + BLOCK, end, kv, KV_HEADS, DIM, PAGE, BLOCK)
+        if EARLY > 2:
+            k2, v2, inside2 = _keys_and_values(cache, table, begin + 2 * BLOCK, end, kv, KV_HEADS, DIM, PAGE, BLOCK)
         slot = tl.load(slot_mapping + row).to(tl.int64)
         opposite = (d + DIM // 2) % DIM
         angle = position.to(tl.float32) * tl.load(frequencies + d % (DIM // 2))
@@ -80,7 +85,11 @@ def decode_attention(
         total = tl.where(first, tl.full((16,), 1.0, tl.float32), 0.0)
         acc = tl.where(first, tl.zeros((16, DIM), tl.float32) + new_v.to(tl.float32)[None, :], 0.0)
         largest, total, acc = _attend(q, k, v, inside, scale, largest, total, acc)
-        begin += BLOCK
+        if EARLY > 1:
+            largest, total, acc = _attend(q, k1, v1, inside1, scale, largest, total, acc)
+        if EARLY > 2:
+            largest, total, acc = _attend(q, k2, v2, inside2, scale, largest, total, acc)
+        begin += EARLY * BLOCK
     else:
         q = tl.load(query + d[None, :], mask=heads, other=0.0)
         largest = tl.full((16,), float("-inf"), tl.float32)

@@ -59,24 +59,24 @@ class CudaPlan:
 
 
 class _Tuning(NamedTuple):
-    """places: whether it pays to have `place_heads` done by attention where rows are independent."""
+    """early: blocks read early where rows are independent, see the kernel; 0 where it pays to place heads apart."""
 
     splits: int
     block: int
     warps: int
     stages: int
-    places: bool
+    early: int
 
 
 # By programs without splits (rows * KV heads), at most; measured on one H200.
 _TUNINGS = (
-    (16, _Tuning(16, 64, 4, 1, True)),
-    (64, _Tuning(8, 32, 2, 3, True)),
-    (128, _Tuning(4, 64, 2, 2, True)),
-    (256, _Tuning(1, 128, 4, 2, False)),
-    (512, _Tuning(1, 64, 2, 3, False)),
+    (16, _Tuning(16, 64, 4, 1, 1)),
+    (64, _Tuning(8, 32, 2, 3, 3)),
+    (128, _Tuning(4, 64, 2, 2, 1)),
+    (256, _Tuning(1, 128, 4, 2, 0)),
+    (512, _Tuning(1, 64, 2, 3, 0)),
 )
-_FULL = _Tuning(1, 32, 1, 4, False)
+_FULL = _Tuning(1, 32, 1, 4, 0)
 _MOST_SPLIT = max(programs * tuning.splits for programs, tuning in _TUNINGS if tuning.splits > 1)
 
 
@@ -89,7 +89,7 @@ class CudaAttention:
         if head_dim & (head_dim - 1) or head_dim < 16:
             raise ValueError(f"head_dim is {head_dim}; the CUDA kernel takes powers of two from 16")
         self.device, self.heads, self.kv_heads, self.head_dim = device, heads, kv_heads, head_dim
-        self.launchers: dict[tuple[_Tuning, int, bool, bool], Launcher] = {}
+        self.launchers: dict[tuple[_Tuning, int, bool], Launcher] = {}
         self.scale = math.log2(math.e) / math.sqrt(head_dim)  # of the kernel's powers of two
         self.partial = torch.empty(_MOST_SPLIT * 16 * head_dim, device=device)
         self.sums = torch.empty(_MOST_SPLIT * 32, device=device)
@@ -107,7 +107,7 @@ class CudaAttention:
         done = 0
         if plan.decode is not None:
             done = plan.decode.rows
-            launch = self._launcher(self._tuning(done), cache.shape[1], False, False)
+            launch = self._launcher(self._tuning(done)._replace(early=0), cache.shape[1], False)
             self._decode(launch, qkv, cache, out, batch, plan.decode, self.sums, self.sums, 0.0)
         if plan.prefill is not None:
             shape = (-1, self.heads, self.head_dim)
@@ -118,14 +118,14 @@ class CudaAttention:
     def places(self, batch: AttentionBatch) -> bool:
         """Whether `place_and_attend` takes this step, and is the faster way."""
         decode: DecodePlan | None = batch.plan.decode
-        return decode is not None and decode.independent and self._tuning(decode.rows).places
+        return decode is not None and decode.independent and self._tuning(decode.rows).early > 0
 
     def place_and_attend(
         self, qkv: Tensor, cache: Tensor, batch: AttentionBatch, norm: HeadNorm | None, frequencies: Tensor
     ) -> Tensor:
         """`place_heads` and `attend` in one kernel; qkv stays as it is."""
         out, decode = qkv.new_empty(len(qkv), self.heads * self.head_dim), batch.plan.decode
-        launch = self._launcher(self._tuning(decode.rows), cache.shape[1], True, norm is not None)
+        launch = self._launcher(self._tuning(decode.rows), cache.shape[1], norm is not None)
         weight, eps = (frequencies, 0.0) if norm is None else (norm.weight, norm.eps)
         self._decode(launch, qkv, cache, out, batch, decode, weight, frequencies, eps)
         return out
@@ -143,12 +143,12 @@ class CudaAttention:
     def _tuning(self, rows: int) -> _Tuning:
         return next((tuning for most, tuning in _TUNINGS if rows * self.kv_heads <= most), _FULL)
 
-    def _launcher(self, tuning: _Tuning, block_size: int, place: bool, norm: bool) -> Launcher:
-        key = (tuning, block_size, place, norm)
+    def _launcher(self, tuning: _Tuning, block_size: int, norm: bool) -> Launcher:
+        key = (tuning, block_size, norm)
         if key not in self.launchers:
             self.launchers[key] = Launcher(
                 decode_attention, self.device, self.heads, self.kv_heads, self.head_dim, block_size, tuning.splits,
-                tuning.block, power_of_two(self.heads // self.kv_heads), place, norm,
+                tuning.block, power_of_two(self.heads // self.kv_heads), tuning.early, norm,
                 num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip
         return self.launchers[key]

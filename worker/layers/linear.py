@@ -43,22 +43,27 @@ class SoleRank:
         return shard
 
 
+SOME_ROWS = 16  # up to here a step is bound by reading weights and by the beginnings of kernels
+
+
 class Products:
     """The products that a decoder has of one weight [outputs, inputs], by torch; `small_products` has others for few
     rows on CUDA."""
 
-    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def accumulates(self, rows: int) -> bool:
+        """Whether to norm and to add where the product is made is not slower than to do either apart."""
+        return rows > SOME_ROWS
 
-    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm) -> Tensor:
-        """Of the norm of x."""
-        return self.plain(norm(x), weight, bias)
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
+        """Of x, or of its norm."""
+        return F.linear(x if norm is None else norm(x), weight, bias)
 
     def gated(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm, silu_mul: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor],
+        norm: RMSNorm | None = None,
+    ) -> Tensor:  # fmt: skip
         """What `silu_mul` makes of that."""
-        return silu_mul(self.normed(x, weight, bias, norm))
+        return silu_mul(self.product(x, weight, bias, norm))
 
     def add_to_(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         """Of x, added to out [n, outputs], rounded once."""
@@ -109,14 +114,11 @@ class Linear:
 
             self.products = SmallProducts(self.weight)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """y of x, or of its norm."""
         if self.packed is not None:
-            return _multiply_packed(x, self.packed, self.bias)
-        return self.products.plain(x, self.weight, self.bias)
-
-    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """y of the norm of x. Of a weight that is not packed, as on CUDA."""
-        return self.products.normed(x, self.weight, self.bias, norm)
+            return _multiply_packed(x if norm is None else norm(x), self.packed, self.bias)
+        return self.products.product(x, self.weight, self.bias, norm)
 
 
 class RowParallel(Linear):
@@ -142,8 +144,8 @@ class RowParallel(Linear):
         if bias:
             self.place_bias(f"{name}.bias", (outputs,), Share())
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce_(super().__call__(x))
+    def __call__(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        return self.group.all_reduce_(super().__call__(x, norm))
 
     def add_to_(self, residual: Tensor, x: Tensor) -> None:
         """residual [n, outputs] += y, rounded once. Where it accumulates only."""
@@ -171,9 +173,11 @@ class GateUp(Linear):
             if bias:
                 self.place_bias(f"{name}.{projection}.bias", (outputs,), share)
 
-    def gated(self, x: Tensor, norm: RMSNorm, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        """silu of the gates times the ups, of the norm of x. Of a weight that is not packed."""
-        return self.products.gated(x, self.weight, self.bias, norm, silu_mul)
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], norm: RMSNorm | None = None) -> Tensor:
+        """silu of the gates times the ups, of x or of its norm."""
+        if self.packed is not None:
+            return silu_mul(self(x, norm))
+        return self.products.gated(x, self.weight, self.bias, silu_mul, norm)
 
 
 class QKV(Linear):

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from worker.layers.launch import Launcher
-from worker.layers.linear import Products
+from worker.layers.linear import SOME_ROWS, Products
 from worker.layers.norm import RMSNorm
-from worker.layers.product_kernels import ADDED, GATED, NORMED, PLAIN, few_rows_product, some_rows_product
+from worker.layers.product_kernels import ADDED, GATED, PLAIN, few_rows_product, some_rows_product
 
 # For each number of rows, the largest weight, in bytes, that the plain kernel is better at.
 _FEW_ROWS = {1: 64 << 20, 2: 16 << 20, 4: 7_000_000}
-_SOME_ROWS = 16
 
 
 class _SomeRows(NamedTuple):
@@ -52,47 +51,51 @@ class SmallProducts(Products):
             self.arrived = torch.zeros(self.outputs // self.tuning.outputs, dtype=torch.int32, device=self.device)
         self._few, self._some = functools.cache(self._few_launcher), functools.cache(self._some_launcher)
 
-    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self._small(PLAIN, x, weight) if bias is None else None
-        return super().plain(x, weight, bias) if out is None else out
+    def accumulates(self, rows: int) -> bool:
+        return rows > SOME_ROWS or self._takes_few(rows)
 
-    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm) -> Tensor:
-        out = self._small(NORMED, x, weight, norm) if bias is None else None
-        return super().normed(x, weight, bias, norm) if out is None else out
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
+        out = self._small(PLAIN, x, weight, norm) if bias is None else None
+        return super().product(x, weight, bias, norm) if out is None else out
 
     def gated(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm, silu_mul: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor],
+        norm: RMSNorm | None = None,
+    ) -> Tensor:  # fmt: skip
         out = self._small(GATED, x, weight, norm) if bias is None else None
-        return super().gated(x, weight, bias, norm, silu_mul) if out is None else out
+        return super().gated(x, weight, bias, silu_mul, norm) if out is None else out
 
     def add_to_(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
         if self._small(ADDED, x, weight, out=out) is None:
             super().add_to_(out, x, weight)
+
+    def _takes_few(self, rows: int) -> bool:
+        divides = bool(self.block_in) and self.outputs % self.block_out == 0
+        return divides and rows in _FEW_ROWS and self.bytes <= _FEW_ROWS[rows]
 
     def _small(
         self, kind: Any, x: Tensor, weight: Tensor, norm: RMSNorm | None = None, out: Tensor | None = None
     ) -> Tensor | None:
         """None where cuBLAS is better."""
         rows = x.shape[0]
+        some = self.tuning if max(_FEW_ROWS) < rows <= SOME_ROWS and norm is None and kind is not ADDED else None
+        few = self._takes_few(rows)
+        if not few and some is None:
+            return None
         if out is None:
             out = x.new_empty(rows, self.outputs // 2 if kind is GATED else self.outputs)
-        arguments = (x, weight, out, *((x, 0.0) if norm is None else (norm.weight, norm.eps)))
-        if rows in _FEW_ROWS:
-            if not self.block_in or self.outputs % self.block_out or self.bytes > _FEW_ROWS[rows]:
-                return None
-            self._few(kind, rows)((self.outputs // self.block_out, 1, 1), *arguments)
-            return out
-        tuning = self.tuning
-        if tuning is None or not max(_FEW_ROWS) < rows <= _SOME_ROWS or (norm is not None and tuning.splits > 1):
-            return None
-        partial = x.new_empty(self.outputs * tuning.splits * 16, dtype=torch.float32)
-        grid = (self.outputs // tuning.outputs, tuning.splits, 1)
-        self._some(kind)(grid, *arguments, partial, self.arrived, rows)
+        if some is None:
+            norm_weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
+            launch = self._few(kind, rows, norm is not None)
+            launch((self.outputs // self.block_out, 1, 1), x, weight, out, norm_weight, eps)
+        else:
+            partial = x.new_empty(self.outputs * some.splits * 16, dtype=torch.float32)
+            grid = (self.outputs // some.outputs, some.splits, 1)
+            self._some(kind)(grid, x, weight, out, partial, self.arrived, rows)
         return out
 
-    def _few_launcher(self, kind: Any, rows: int) -> Launcher:
-        sizes = (rows, self.outputs, self.inputs, kind, self.block_out, self.block_in)
+    def _few_launcher(self, kind: Any, rows: int, norm: bool) -> Launcher:
+        sizes = (rows, self.outputs, self.inputs, norm, kind, self.block_out, self.block_in)
         return Launcher(few_rows_product, self.device, *sizes)
 
     def _some_launcher(self, kind: Any) -> Launcher:

@@ -100,17 +100,20 @@ class Layer:
         seen = self.attention.heads_of(self.attention.qkv(x), rotation, batch, cache)
         update = self.attention.output(seen)
         x, hidden = self.mlp_norm.added_to_(update, hidden), update
-        return hidden, self.mlp.down(self.mlp.ops.silu_mul(self.mlp.gate_up(x)))
+        return hidden, self.mlp.down(self.mlp.gate_up.gated(x, self.mlp.ops.silu_mul))
 
-    @property
-    def accumulates(self) -> bool:
-        return self.attention.output.accumulates and self.mlp.down.accumulates
+    def accumulates(self, rows: int) -> bool:
+        """Whether `add_to_` may be called, and is the faster way, for so many rows."""
+        attention, mlp = self.attention, self.mlp
+        products = [part.products for part in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
+        allowed = attention.output.accumulates and mlp.down.accumulates
+        return allowed and all(one.accumulates(rows) for one in products)
 
     def add_to_(self, hidden: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> None:
         """The same into `hidden`, by products that accumulate."""
-        qkv = self.attention.qkv.normed(hidden, self.attention_norm)
+        qkv = self.attention.qkv(hidden, self.attention_norm)
         self.attention.output.add_to_(hidden, self.attention.heads_of(qkv, rotation, batch, cache))
-        self.mlp.down.add_to_(hidden, self.mlp.gate_up.gated(hidden, self.mlp_norm, self.mlp.ops.silu_mul))
+        self.mlp.down.add_to_(hidden, self.mlp.gate_up.gated(hidden, self.mlp.ops.silu_mul, self.mlp_norm))
 
 
 class Decoder:
@@ -165,7 +168,7 @@ class Decoder:
         `hidden` is not written; the result is a tensor of its own.
         """
         rotation, update = self.ops.rotation(self.rotary, batch.positions), None
-        if all(layer.accumulates for layer in self.layers):
+        if self.layers[0].accumulates(len(hidden)):  # as do the others, being of the same sizes
             hidden = hidden.clone()
             for layer, cache in zip(self.layers[: len(caches)], caches, strict=True):
                 layer.add_to_(hidden, rotation, batch, cache)
