@@ -70,8 +70,9 @@ class _Tuning(NamedTuple):
 
 # By programs without splits (rows * KV heads), at most; measured on one H200.
 _TUNINGS = (
-    (16, _Tuning(16, 64, 4, 1, 1)),
-    (64, _Tuning(8, 32, 2, 3, 3)),
+    (16, _Tuning(8, 128, 4, 1, 1)),
+    (32, _Tuning(16, 64, 2, 2, 1)),
+    (64, _Tuning(8, 32, 2, 3, 2)),
     (128, _Tuning(4, 64, 2, 2, 1)),
     (256, _Tuning(1, 128, 4, 2, 0)),
     (512, _Tuning(1, 64, 2, 3, 0)),
