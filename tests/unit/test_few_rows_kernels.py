@@ -1,0 +1,125 @@
+"""What CUDA kernels of few rows do at once is what is done one after the other. Without a GPU they run in Triton's
+interpreter, where Triton is installed."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
+pytest.importorskip("triton")
+
+from worker.layers import small_products  # noqa: E402 - imports Triton
+from worker.layers.attention import AttentionBatch  # noqa: E402
+from worker.layers.cuda_attention import CudaAttention, CudaPlan, DecodePlan  # noqa: E402 - imports Triton
+from worker.layers.norm import HeadNorm, RMSNorm  # noqa: E402
+from worker.layers.ops import Heads  # noqa: E402
+from worker.layers.small_products import SmallProducts  # noqa: E402 - imports Triton
+from worker.layers.triton_ops import TritonOps  # noqa: E402 - imports Triton
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+HALF = torch.float16  # which the interpreter knows
+EPS = 1e-6
+CONTEXTS = [1, 2, 16, 17, 33, 77, 128, 200, 385]  # positions in a row's context, its new token included
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim", "page"),
+    [(1, 4, 2, 32, 16), (9, 4, 1, 16, 16), (6, 6, 2, 64, 8), (9, 3, 3, 32, 1), (32, 4, 2, 16, 32), (50, 4, 2, 16, 16)],
+)
+def test_attention_that_places_its_heads_gives_what_both_give(
+    rows: int, heads: int, kv_heads: int, dim: int, page: int, norm: bool
+) -> None:
+    torch.manual_seed(rows)
+    lengths = torch.tensor([CONTEXTS[row % len(CONTEXTS)] for row in range(rows)])
+    width = -(-int(lengths.max()) // page)
+    tables = torch.randperm(rows * width).view(rows, width)
+    at = lengths - 1
+    slots = tables[torch.arange(rows), at // page] * page + at % page
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(DEVICE, HALF)
+    cache = torch.randn(rows * width + 1, page, 2, kv_heads, dim).to(DEVICE, HALF)
+    head_norm = HeadNorm("n", heads, kv_heads, dim, EPS, HALF, DEVICE) if norm else None
+    if head_norm is not None:  # one weight for all queries, one for all keys
+        head_norm.weight[:heads] = torch.rand(dim) + 0.5
+        head_norm.weight[heads:] = torch.rand(dim) + 0.5
+    frequencies = (1e4 ** -(torch.arange(0, dim, 2) / dim)).float().to(DEVICE)
+    header = torch.tensor([width, 0], dtype=torch.int32, device=DEVICE)
+    backend, ops = CudaAttention(DEVICE, HALF, heads, kv_heads, dim), TritonOps(DEVICE)
+
+    def run(independent: bool) -> tuple[Tensor, Tensor]:
+        plan = DecodePlan(rows, tables.int().flatten().to(DEVICE), header, independent)
+        batch = AttentionBatch(at.int().to(DEVICE), slots.int().to(DEVICE), CudaPlan(plan, None))
+        assert backend.places(batch) == independent
+        written = cache.clone()
+        shape = Heads(heads, kv_heads, dim)
+        return ops.attend(qkv.clone(), shape, head_norm, frequencies, batch, written, backend), written
+
+    apart, written = run(False)
+    at_once, also_written = run(True)
+    assert not backend.arrived.any()
+    assert error(also_written, written) < 1e-5
+    assert error(at_once, apart) < 1e-3
+    for row in range(rows):
+        known = written[tables[row].to(DEVICE)].flatten(0, 1)[: lengths[row]].double()
+        query = rotated(qkv[row].view(-1, dim)[:heads], head_norm, frequencies, int(at[row]))
+        keys, values = (known[:, kind].repeat_interleave(heads // kv_heads, 1) for kind in (0, 1))
+        weights = torch.softmax(torch.einsum("hd,nhd->hn", query, keys) / math.sqrt(dim), 1)
+        assert error(at_once[row].view(heads, dim), torch.einsum("hn,nhd->hd", weights, values)) < 5e-3
+
+
+def rotated(query: Tensor, norm: HeadNorm | None, frequencies: Tensor, position: int) -> Tensor:
+    """float64, rounded where the kernels round."""
+    query = query.double()
+    if norm is not None:
+        query = query * torch.rsqrt(query.square().mean(1, keepdim=True) + EPS) * norm.weight[: len(query)].double()
+    real, imaginary = query.chunk(2, 1)
+    angle = (position * frequencies).double()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), 1).to(HALF).double()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 17])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tuning"),
+    [
+        (64, 512, (16, 128, 2, 4, 2)), (96, 768, (32, 128, 3, 4, 2)), (128, 256, (16, 256, 1, 4, 2)),
+        (64, 2048, (64, 128, 1, 4, 2)), (30, 100, None),
+    ],
+)  # fmt: skip
+def test_products_with_what_stands_around_them(
+    rows: int, outputs: int, inputs: int, tuning: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_products, "_FEW_ROWS", dict.fromkeys((1, 2, 4), 1 << 30))
+    chosen = None if tuning is None else small_products._SomeRows(*tuning)
+    monkeypatch.setattr(small_products, "some_tuning", lambda outputs, inputs: chosen)
+    torch.manual_seed(outputs + rows)
+    weight = torch.randn(outputs, inputs).to(DEVICE, HALF)
+    x, before = (torch.randn(rows, size).mul(0.05).to(DEVICE, HALF) for size in (inputs, outputs))
+    ops = TritonOps(DEVICE)
+    norm = RMSNorm("n", inputs, EPS, ops, HALF, DEVICE)
+    norm.weight[:] = torch.rand(inputs) + 0.5
+    products = SmallProducts(weight)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS) * norm.weight[0].double()
+    for _ in range(2):  # the second time finds what the first has left
+        for given, of in ((x, None), (normed, norm)):
+            y = given.double() @ weight.double().t()
+            gate, up = y.chunk(2, 1)
+            assert error(products.product(x, weight, None, of), y) < 3e-3
+            assert error(products.gated(x, weight, None, ops.silu_mul, of), F.silu(gate) * up) < 5e-3
+        total = before.clone()
+        products.add_to_(total, x, weight)
+        assert error(total, before.double() + x.double() @ weight.double().t()) < 3e-3
+    assert chosen is None or not products.arrived.any()
