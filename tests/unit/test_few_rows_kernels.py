@@ -18,10 +18,10 @@ if not CUDA:
 pytest.importorskip("triton")
 
 from worker.layers import small_products  # noqa: E402 - imports Triton
-from worker.layers.attention import AttentionBatch  # noqa: E402
+from worker.layers.attention import AttentionBatch  # noqa: E402 - behind what is read as Triton is imported
 from worker.layers.cuda_attention import CudaAttention, CudaPlan, DecodePlan  # noqa: E402 - imports Triton
-from worker.layers.norm import HeadNorm, RMSNorm  # noqa: E402
-from worker.layers.ops import Heads  # noqa: E402
+from worker.layers.norm import HeadNorm, RMSNorm  # noqa: E402 - behind what is read as Triton is imported
+from worker.layers.ops import Heads  # noqa: E402 - behind what is read as Triton is imported
 from worker.layers.small_products import SmallProducts  # noqa: E402 - imports Triton
 from worker.layers.triton_ops import TritonOps  # noqa: E402 - imports Triton
 
