@@ -20,10 +20,12 @@ pytest.importorskip("triton")
 from worker.layers import small_products  # noqa: E402 - imports Triton
 from worker.layers.attention import AttentionBatch  # noqa: E402 - behind what is read as Triton is imported
 from worker.layers.cuda_attention import CudaAttention, CudaPlan, DecodePlan  # noqa: E402 - imports Triton
+from worker.layers.linear import Linear  # noqa: E402 - after Triton
 from worker.layers.norm import HeadNorm, RMSNorm  # noqa: E402 - behind what is read as Triton is imported
 from worker.layers.ops import Heads  # noqa: E402 - behind what is read as Triton is imported
 from worker.layers.small_products import SmallProducts  # noqa: E402 - imports Triton
 from worker.layers.triton_ops import TritonOps  # noqa: E402 - imports Triton
+from worker.memory.storages import tensors_of  # noqa: E402 - after Triton
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 HALF = torch.float16  # which the interpreter knows
@@ -123,3 +125,12 @@ def test_products_with_what_stands_around_them(
         products.add_to_(total, x, weight)
         assert error(total, before.double() + x.double() @ weight.double().t()) < 3e-3
     assert chosen is None or not products.arrived.any()
+
+
+def test_counters_sleep_with_the_weights() -> None:
+    """No checkpoint has them and kernels rely on their zeros, so level 2 has to find and keep them."""
+    linear = Linear(1024, 64, False, HALF, DEVICE)
+    linear.products = SmallProducts(linear.weight)
+    backend = CudaAttention(DEVICE, HALF, 4, 2, 32)
+    found = {id(one) for one in tensors_of([linear, backend])}
+    assert {id(linear.products.arrived), id(backend.arrived)} <= found
