@@ -27,7 +27,7 @@ def decode_attention(
 
     EARLY, where it is not 0: the heads are as the product left them, and what `place_heads` does is done here too, with
     its norm_weight, frequencies [DIM / 2], slot_mapping and eps. Then nothing that this step computes may be in what a
-    row reads, its own token aside: so many blocks of the cache, 3 at most, are read while the kernel before still runs.
+    row reads, its own token aside: so many blocks of the cache, 2 at most, are read while the kernel before still runs.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     # What programs that run together read lies together: all heads of a position, then its neighbours.
@@ -49,8 +49,6 @@ def decode_attention(
         k, v, inside = _keys_and_values(cache, table, begin, end, kv, KV_HEADS, DIM, PAGE, BLOCK)
         if EARLY > 1:
             k1, v1, inside1 = _keys_and_values(cache, table, begin + BLOCK, end, kv, KV_HEADS, DIM, PAGE, BLOCK)
-        if EARLY > 2:
-            k2, v2, inside2 = _keys_and_values(cache, table, begin + 2 * BLOCK, end, kv, KV_HEADS, DIM, PAGE, BLOCK)
         slot = tl.load(slot_mapping + row).to(tl.int64)
         opposite = (d + DIM // 2) % DIM
         angle = position.to(tl.float32) * tl.load(frequencies + d % (DIM // 2))
@@ -87,8 +85,6 @@ def decode_attention(
         largest, total, acc = _attend(q, k, v, inside, scale, largest, total, acc)
         if EARLY > 1:
             largest, total, acc = _attend(q, k1, v1, inside1, scale, largest, total, acc)
-        if EARLY > 2:
-            largest, total, acc = _attend(q, k2, v2, inside2, scale, largest, total, acc)
         begin += EARLY * BLOCK
     else:
         q = tl.load(query + d[None, :], mask=heads, other=0.0)

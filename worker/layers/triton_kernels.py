@@ -6,7 +6,8 @@ step to step is an argument that Triton would specialize on, so a kernel is comp
 All arithmetic is float32; results are rounded to the model dtype where the unfused operations would round.
 
 OVERLAP (Hopper and later): a kernel may start while the one before it ends (programmatic dependent launch), and waits
-for it before it touches anything but weights. Every kernel here waits, so the order of memory is that of the stream.
+for it before it writes, and before it reads what that one may write. Every kernel waits before it lets the next start,
+so what those before that one wrote is complete; weights, the packet and the context in the cache are read early.
 """
 
 from __future__ import annotations
