@@ -87,6 +87,8 @@ class CudaAttention:
         if head_dim & (head_dim - 1) or head_dim < 16:
             raise ValueError(f"head_dim is {head_dim}; the CUDA kernel takes powers of two from 16")
         self.device, self.heads, self.kv_heads, self.head_dim = device, heads, kv_heads, head_dim
+        self.tunings = tuple((most, _fitted(tuning, head_dim * dtype.itemsize)) for most, tuning in _TUNINGS)
+        self.full = _fitted(_FULL, head_dim * dtype.itemsize)
         self.launchers: dict[tuple[_Tuning, int, bool], Launcher] = {}
         self.scale = math.log2(math.e) / math.sqrt(head_dim)  # of the kernel's powers of two
         self.partial = torch.empty(_MOST_SPLIT * 16 * head_dim, device=device)
@@ -139,7 +141,7 @@ class CudaAttention:
         )  # fmt: skip
 
     def _tuning(self, rows: int) -> _Tuning:
-        return next((tuning for most, tuning in _TUNINGS if rows * self.kv_heads <= most), _FULL)
+        return next((tuning for most, tuning in self.tunings if rows * self.kv_heads <= most), self.full)
 
     def _launcher(self, tuning: _Tuning, block_size: int, norm: bool) -> Launcher:
         key = (tuning, block_size, norm)
@@ -150,6 +152,12 @@ class CudaAttention:
                 num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip
         return self.launchers[key]
+
+
+def _fitted(tuning: _Tuning, key_bytes: int) -> _Tuning:
+    """For keys of so many bytes: blocks of as many bytes as those that were measured, of 256 bytes a key, have at most;
+    larger ones can exceed a multiprocessor's shared memory."""
+    return tuning._replace(block=max(16, tuning.block * 256 // max(key_bytes, 256)))
 
 
 def _make_prefill(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Prefill:

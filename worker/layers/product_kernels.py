@@ -30,7 +30,8 @@ def few_rows_product(
     i, r = tl.arange(0, BLOCK_IN), tl.arange(0, ROWS)
     first = tl.load(weight + o[:, None] * INPUTS + i[None, :]).to(tl.float32)
     if KIND == ADDED:
-        before = tl.load(out + r[None, :] * OUTPUTS + o[:, None]).to(tl.float32)
+        # Not from the first-level cache: it may hold the sector as it was before the neighbours' outputs were written.
+        before = tl.load(out + r[None, :] * OUTPUTS + o[:, None], cache_modifier=".cg").to(tl.float32)
     _follow(OVERLAP)
     part = tl.load(x + r[:, None] * INPUTS + i[None, :]).to(tl.float32)
     squares = part * part
