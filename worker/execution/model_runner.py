@@ -206,7 +206,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, masks: Masks | None) -> PendingOutput:
-        launched = self._open
+        launched, self._open = self._open, None
         return launched if isinstance(launched, StepOutput) else self._end(launched, masks)
 
     def _execute(self, step: AcceptedStep, table: BlockTable) -> PendingOutput:

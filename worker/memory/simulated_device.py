@@ -27,8 +27,10 @@ class SimulatedDevice:
 
     def __init__(self, settings: ProbeSettings) -> None:
         self.total = settings.device_bytes
+        self.settle: Callable[[], None] = lambda: None  # wait for what is about to go
 
     def read(self) -> Reading:
+        self.settle()
         gc.collect()
         allocated = sum(storages(live_tensors(), _CPU).values())
         return Reading(self.total, self.total - allocated, allocated)
@@ -36,9 +38,11 @@ class SimulatedDevice:
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         peak = Peak()
+        self.settle()
         gc.collect()
         with _Watch(set(storages(live_tensors(), _CPU))) as watch:
             yield peak
+        self.settle()
         gc.collect()
         peak.bytes = max(0, watch.most - watch.live)
 

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker.parallel.lent import Lent
+
 
 class TensorParallel:
     """This rank's place among the `size` ranks of its stage, and their collectives.
@@ -21,11 +23,13 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self.group = group
+        self.lent = Lent()
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place; every rank gets the same bits. Returns its argument."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
+            self.lent.note(tensor)
         return tensor
 
     def gather_vocab(self, shard: Tensor) -> Tensor | None:
@@ -35,6 +39,7 @@ class TensorParallel:
         shard = shard.contiguous()
         shards = [torch.empty_like(shard) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(shard, shards, group=self.group, group_dst=0)
+        self.lent.note(shard, *(shards or ()))
         return None if shards is None else torch.cat(shards, dim=-1)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
@@ -42,6 +47,7 @@ class TensorParallel:
         argument."""
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
+            self.lent.note(tensor)
         return tensor
 
     def any(self, flag: bool, device: torch.device) -> bool:

@@ -61,15 +61,16 @@ class Groups:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    @staticmethod
-    def _send(hop: Hop | None, device: torch.device, dtype: torch.dtype) -> None:
+    def _send(self, hop: Hop | None, device: torch.device, dtype: torch.dtype) -> None:
         if hop is not None:
-            dist.send(torch.ones(1, dtype=dtype, device=device), hop.peer, group=hop.group)
+            sent = torch.ones(1, dtype=dtype, device=device)
+            self.tensor_parallel.lent.note(sent)
+            dist.send(sent, hop.peer, group=hop.group)
 
-    @staticmethod
-    def _receive(hop: Hop | None, device: torch.device, dtype: torch.dtype) -> None:
+    def _receive(self, hop: Hop | None, device: torch.device, dtype: torch.dtype) -> None:
         if hop is not None:
             arrived = torch.zeros(1, dtype=dtype, device=device)
+            self.tensor_parallel.lent.note(arrived)
             dist.recv(arrived, hop.peer, group=hop.group)
             if arrived.item() != 1:
                 raise RuntimeError(f"{hop.name}: a test message arrived damaged: {arrived.item()} instead of 1")

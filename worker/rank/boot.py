@@ -19,6 +19,7 @@ from worker.execution.runner import MOST_GRAPH_ROWS, RunnerConfig
 from worker.gang_messages import KvOffer, Loaded, Note, Phase, Warm
 from worker.memory.ledger import Books
 from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
+from worker.memory.simulated_device import SimulatedDevice
 from worker.memory.sleep import KV_CACHE, RUNTIME, WEIGHTS, SleepingMemory
 from worker.memory.tensor_store import NoStore, open_store
 from worker.parallel.groups import Groups, make_groups
@@ -49,6 +50,8 @@ def bring_up(seat: Seat) -> StepLoop:
         torch.cuda.set_device(device)  # everything later allocates on it
     with books.phase("communicators"):  # before any memory is measured: they belong to the baseline
         groups = _meet(seat, device, dtype)
+        if isinstance(books.probe, SimulatedDevice):
+            books.probe.settle = groups.tensor_parallel.lent.wait
     with books.phase("context"):
         make_handles(device, dtype)
     torch.manual_seed(config.seed)
