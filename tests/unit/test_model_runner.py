@@ -124,7 +124,7 @@ def test_products_that_accumulate_compute_what_products_and_sums_do(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run_workload(runner)
-    monkeypatch.setattr(Products, "accumulates", lambda self, rows: rows > 1)  # else this workload has too few
+    monkeypatch.setattr(Products, "fuses", lambda self, rows: rows > 1)  # else this workload has too few
     for layer in runner.model.layers:
         layer.attention.output.accumulates = layer.mlp.down.accumulates = True
     added: list[int] = []

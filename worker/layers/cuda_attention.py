@@ -108,7 +108,8 @@ class CudaAttention:
         if plan.decode is not None:
             done = plan.decode.rows
             launch = self._launcher(self._tuning(done)._replace(early=0), cache.shape[1], False)
-            self._decode(launch, qkv, cache, out, batch, plan.decode, self.sums, self.sums, 0.0)
+            unread = self.sums  # norm weight and frequencies, of heads that are placed
+            self._decode(launch, qkv, cache, out, batch, plan.decode, unread, unread, 0.0)
         if plan.prefill is not None:
             shape = (-1, self.heads, self.head_dim)
             query = qkv[done:, : self.heads * self.head_dim].unflatten(1, shape[1:])

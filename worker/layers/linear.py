@@ -50,7 +50,7 @@ class Products:
     """The products that a decoder has of one weight [outputs, inputs], by torch; `small_products` has others for few
     rows on CUDA."""
 
-    def accumulates(self, rows: int) -> bool:
+    def fuses(self, rows: int) -> bool:
         """Whether to norm and to add where the product is made is not slower than to do either apart."""
         return rows > SOME_ROWS
 

@@ -13,19 +13,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
+
+from worker.layers.triton_kernels import _follow
 
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 VALUES = tl.constexpr(65536)
 _ONE = tl.constexpr(float(1 << 40))
 _TO_INTEGER = tl.constexpr(float(1 << 52))  # added and taken away again, rounds to even what is below 2**51
-
-
-@triton.jit
-def _follow(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
 
 
 @triton.jit

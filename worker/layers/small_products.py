@@ -51,7 +51,7 @@ class SmallProducts(Products):
             self.arrived = torch.zeros(self.outputs // self.tuning.outputs, dtype=torch.int32, device=self.device)
         self._few, self._some = functools.cache(self._few_launcher), functools.cache(self._some_launcher)
 
-    def accumulates(self, rows: int) -> bool:
+    def fuses(self, rows: int) -> bool:
         return rows > SOME_ROWS or self._takes_few(rows)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm | None = None) -> Tensor:

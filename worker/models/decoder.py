@@ -107,7 +107,7 @@ class Layer:
         attention, mlp = self.attention, self.mlp
         products = [part.products for part in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
         allowed = attention.output.accumulates and mlp.down.accumulates
-        return allowed and all(one.accumulates(rows) for one in products)
+        return allowed and all(one.fuses(rows) for one in products)
 
     def add_to_(self, hidden: Tensor, rotation: Any, batch: AttentionBatch, cache: Tensor) -> None:
         """The same into `hidden`, by products that accumulate."""
