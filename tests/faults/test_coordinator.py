@@ -19,6 +19,9 @@ from tests.faults.fake_gangs import FAKE, failure, fake_gang, next_event, prompt
 from tests.faults.side_by_side import WAIT_S
 from tests.gang.gangs import QUICK, WORKERCTL, RunningGang, tiny_model
 from tests.processes import stop
+from worker.exit_codes import ExitCode
+from worker.gang_messages import Hello, Stop, Welcome, decode_to_rank, encode
+from worker.processes import started_at
 from workerproto.client import LeaseLost
 from workerproto.messages import Result
 from workerproto.states import Gang
@@ -104,9 +107,7 @@ sys.exit(main())
         ("an answer", 76, "relay: "),
     ],
 )
-def test_what_it_stumbles_over_ends_the_gang(
-    run_dir: Path, tmp_path: Path, where: str, code: int, line: str
-) -> None:
+def test_what_it_stumbles_over_ends_the_gang(run_dir: Path, tmp_path: Path, where: str, code: int, line: str) -> None:
     """In order, with the cause: never a coordinator that is there and does nothing."""
     up = ["up", "--model", str(tiny_model(tmp_path / "model")), "-pp", "2", "--name", "g", *QUICK, *FAKE]
     program = ["-c", RAISES_LATER] if where == "its own code" else ["-m", "worker.ctl"]
@@ -132,3 +133,24 @@ def test_what_it_stumbles_over_ends_the_gang(
         running.wait_nothing_left()
     finally:
         running.end()
+
+
+def test_each_of_those_that_come_as_one_rank_is_told_the_end(run_dir: Path, tmp_path: Path) -> None:
+    """Whoever came last may be the one that would otherwise wait: the coordinator knows the process of the first."""
+    with fake_gang(run_dir, tmp_path) as running, zmq.Context() as context:
+        running.wait_ready()
+        (path,) = (run_dir / "g").glob("*.e1r1c")
+        came = [context.socket(zmq.DEALER) for _ in range(3)]
+        for one in came:
+            one.linger, one.rcvtimeo = 0, round(WAIT_S * 1000)
+            one.connect(f"ipc://{path}")
+            one.send(encode(Hello(1, 2, "here", os.getpid(), started_at(os.getpid()), os.getppid())))
+        for one in came:
+            assert isinstance(decode_to_rank(one.recv()), Welcome)
+            ended = decode_to_rank(one.recv())
+            assert isinstance(ended, Stop)
+            assert ended.code == ExitCode.OTHER_RANK
+            one.close()
+        assert running.wait_exit() == ExitCode.ROLL_CALL
+        assert "rank 1 came twice" in running.errors()[0]
+        running.wait_nothing_left()

@@ -160,8 +160,6 @@ class Gang:
         one.hello = hello
         if (level := self.log_levels.get(one.rank, self.log_levels.get(None))) is not None:
             self._send(one.rank, gm.LogLevel(level))
-        if self.ending.begun:  # what was sent to all before it came has not reached it
-            self._send(one.rank, gm.Stop(ExitCode.OK, "stopped"))
         if one.process is None:
             try:
                 self.watch(one.rank, RankProcess(hello.pid, hello.started))

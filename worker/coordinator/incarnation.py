@@ -64,7 +64,10 @@ class Incarnation:
         ranks = range(config.world_size)
         self._records = records = [create_status_file(files.status(rank)) for rank in ranks]
         self.traces = [create_trace_file(files.trace(rank)) for rank in ranks]
-        self._control = all_or_none(bound(context, zmq.DEALER, files.control_endpoint(rank)) for rank in ranks)
+        # A rank may come twice, and each of the two has to hear its Welcome and the Stop: a socket that takes turns
+        # among its peers would tell one of them what the other waits for.
+        self._control = all_or_none(bound(context, zmq.ROUTER, files.control_endpoint(rank)) for rank in ranks)
+        self._came: list[list[bytes]] = [[] for _ in ranks]  # by rank, the routing ids of who has said Hello
         self.gang = Gang(config, files.epoch, relay, records, self.traces, self._send, say, goes_on)
         if before is not None:
             self.gang.inherit(before)
@@ -116,13 +119,25 @@ class Incarnation:
 
     async def _listen(self, rank: int) -> None:
         while True:
-            message = gm.decode_from_rank(await self._control[rank].recv())
-            if isinstance(message, gm.Hello):
-                self._send(rank, gm.Welcome(os.getpid(), started_at(os.getpid())))
-            self.gang.receive(rank, message)
+            peer, *frames = await self._control[rank].recv_multipart()
+            for frame in frames:
+                message = gm.decode_from_rank(frame)
+                if isinstance(message, gm.Hello):
+                    self._welcome(rank, peer)
+                self.gang.receive(rank, message)
+
+    def _welcome(self, rank: int, peer: bytes) -> None:
+        words: list[gm.ToRank] = [gm.Welcome(os.getpid(), started_at(os.getpid()))]
+        ending = self.gang.ending
+        if ending.begun:  # what was sent to all before it came has not reached it
+            words.append(gm.Stop(ExitCode.OTHER_RANK if ending.causes else ExitCode.OK, "stopped"))
+        for word in words:
+            send_now(self._control[rank], peer, gm.encode(word))
+        self._came[rank].append(peer)
 
     def _send(self, rank: int, message: gm.ToRank) -> None:
-        send_now(self._control[rank], gm.encode(message))
+        for peer in self._came[rank]:
+            send_now(self._control[rank], peer, gm.encode(message))
 
     async def _announce(self) -> None:
         await self.gang.ready
