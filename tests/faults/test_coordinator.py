@@ -20,7 +20,7 @@ from tests.faults.side_by_side import WAIT_S
 from tests.gang.gangs import QUICK, WORKERCTL, RunningGang, tiny_model
 from tests.processes import stop
 from worker.exit_codes import ExitCode
-from worker.gang_messages import Hello, Stop, Welcome, decode_to_rank, encode
+from worker.gang_messages import Hello, Note, Stop, Welcome, decode_to_rank, encode
 from worker.processes import started_at
 from workerproto.client import LeaseLost
 from workerproto.messages import Result
@@ -141,9 +141,12 @@ def test_each_of_those_that_come_as_one_rank_is_told_the_end(run_dir: Path, tmp_
         running.wait_ready()
         (path,) = (run_dir / "g").glob("*.e1r1c")
         came = [context.socket(zmq.DEALER) for _ in range(3)]
-        for one in came:
+        for number, one in enumerate(came):
             one.linger, one.rcvtimeo = 0, round(WAIT_S * 1000)
             one.connect(f"ipc://{path}")
+            one.send(encode(Note(f"{number} is connected")))
+            running.wait_said(f"{number} is connected")
+        for one in came:  # the first of these begins the end
             one.send(encode(Hello(1, 2, "here", os.getpid(), started_at(os.getpid()), os.getppid())))
         for one in came:
             assert isinstance(decode_to_rank(one.recv()), Welcome)
