@@ -13,14 +13,14 @@ from tests.gang.gangs import ROOT
 
 FILES = sorted((ROOT / "worker" / "layers").glob("*_kernels.py"))
 FUNCTIONS = [node for file in FILES for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-KERNELS = [node for node in FUNCTIONS if node.name != "_follow" and node.args.args[-1].arg == "OVERLAP"]
+KERNELS = [node for node in FUNCTIONS if node.name != "follow" and node.args.args[-1].arg == "OVERLAP"]
 
 
 @pytest.mark.parametrize("place", [True, False])  # the constant that decides where attention waits
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_kernel_waits_once_and_before_it_writes(kernel: ast.FunctionDef, place: bool) -> None:
     done = list(calls(kernel.body, {"PLACE": place}))
-    waits = [at for at, name in enumerate(done) if name == "_follow"]
+    waits = [at for at, name in enumerate(done) if name == "follow"]
     writes = [at for at, name in enumerate(done) if "store" in name or "atomic" in name]
     assert len(waits) == 1
     assert writes
@@ -29,10 +29,10 @@ def test_a_kernel_waits_once_and_before_it_writes(kernel: ast.FunctionDef, place
 
 
 def test_waiting_comes_before_letting_the_next_one_start() -> None:
-    found = [list(calls(node.body, {"OVERLAP": True})) for node in FUNCTIONS if node.name == "_follow"]
+    found = [list(calls(node.body, {"OVERLAP": True})) for node in FUNCTIONS if node.name == "follow"]
     assert found
     assert all(names == ["cuda.gdc_wait", "cuda.gdc_launch_dependents"] for names in found)
-    others = [name for node in FUNCTIONS if node.name != "_follow" for name in calls(node.body, {})]
+    others = [name for node in FUNCTIONS if node.name != "follow" for name in calls(node.body, {})]
     assert not [name for name in others if "gdc" in name]
 
 

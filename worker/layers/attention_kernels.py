@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.layers.triton_kernels import _follow
+from worker.layers.triton_kernels import follow
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def decode_attention(
     heads = (g < GROUP)[:, None]
     PLACE: tl.constexpr = EARLY > 0
     if not PLACE:
-        _follow(OVERLAP)
+        follow(OVERLAP)
     position = tl.load(positions + row)
     length = position if PLACE else position + 1  # of what is in the cache
     share = tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16
@@ -59,7 +59,7 @@ def decode_attention(
             key_cos, key_sin = _weighed(key_norm, cos, sin, d, opposite)
         else:
             query_cos, query_sin, key_cos, key_sin = cos, sin, cos, sin
-        _follow(OVERLAP)
+        follow(OVERLAP)
         new_v = tl.load(token + (HEADS + KV_HEADS + kv) * DIM + d)
         key = token + (HEADS + kv) * DIM
         straight, crossed = tl.load(key + d).to(tl.float32), tl.load(key + opposite).to(tl.float32)

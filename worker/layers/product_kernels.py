@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.layers.triton_kernels import _follow
+from worker.layers.triton_kernels import follow
 
 # `KIND`: a product as it is, what `silu_mul` makes of it, or (of few rows) added to what is there.
 PLAIN, GATED, ADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -32,7 +32,7 @@ def few_rows_product(
     if KIND == ADDED:
         # Not from the first-level cache: it may hold the sector as it was before the neighbours' outputs were written.
         before = tl.load(out + r[None, :] * OUTPUTS + o[:, None], cache_modifier=".cg").to(tl.float32)
-    _follow(OVERLAP)
+    follow(OVERLAP)
     part = tl.load(x + r[:, None] * INPUTS + i[None, :]).to(tl.float32)
     squares = part * part
     if NORM:  # its scale is a factor of the sum, and left for the end
@@ -73,7 +73,7 @@ def some_rows_product(
     weights = weight + o[:, None] * INPUTS + split * share + i[None, :]
     inputs = x + r[None, :] * INPUTS + split * share + i[:, None]
     first = tl.load(weights)
-    _follow(OVERLAP)
+    follow(OVERLAP)
     total = tl.dot(first, tl.load(inputs, mask=inside, other=0.0))
     for start in range(BLOCK_IN, share, BLOCK_IN):
         total = tl.dot(tl.load(weights + start), tl.load(inputs + start, mask=inside, other=0.0), total)

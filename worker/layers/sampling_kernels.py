@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.layers.triton_kernels import _follow
+from worker.layers.triton_kernels import follow
 
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 VALUES = tl.constexpr(65536)
@@ -80,7 +80,7 @@ def count_values(
 ):  # fmt: skip
     """counts int32 [rows, VALUES], zero before: how often each score occurs, of those not too small to be drawn, and of
     those not below the k-th largest of the parts' maxima, which alone can be among the k largest."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     entry = _entry(table, slots, row)
     temperature = _float(entry)
@@ -111,7 +111,7 @@ def sum_values(
 ):  # fmt: skip
     """numbers, masses int64 [rows, VALUES / BLOCK]: of each block of values, how many scores, and their weights' sum;
     of those that min-p keeps."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     entry = _entry(table, slots, row)
     temperature, min_p = _float(entry), _float(entry + 2)
@@ -154,7 +154,7 @@ def find_thresholds(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """thresholds int64 [rows]: the least weight that passes min-p, then top-k, then top-p; one program a row."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     entry = _entry(table, slots, row)
     temperature, top_p, min_p, top_k = _float(entry), _float(entry + 1), _float(entry + 2), tl.load(entry + 3)
@@ -198,7 +198,7 @@ def sum_chunks(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """sums int64 [rows, chunks]: of the weights that pass, in each CHUNK of a row of scores [VOCAB]."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     entry = _entry(table, slots, row)
     temperature = _float(entry)
@@ -235,7 +235,7 @@ def pick(
 ):  # fmt: skip
     """tokens int32 [rows], of the rows that are drawn: the first at which the running sum of the weights that pass
     exceeds floor(uniform * sum). positions int32: of the row's input, or if PLACED of `places[row]`."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     entry = _entry(table, slots, row)
     temperature, seed = _float(entry), tl.load(entry + 4)

@@ -18,7 +18,7 @@ from triton.language.extra import cuda
 
 
 @triton.jit
-def _follow(OVERLAP: tl.constexpr):
+def follow(OVERLAP: tl.constexpr):
     """Wait for what the kernel before wrote, and let the next one get ready."""
     if OVERLAP:
         cuda.gdc_wait()
@@ -28,7 +28,7 @@ def _follow(OVERLAP: tl.constexpr):
 @triton.jit
 def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = x / rms(x) * weight; one program a row of [T, SIZE]."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -41,7 +41,7 @@ def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERL
 @triton.jit
 def add_rms_norm(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """x += residual, in place; out = x / rms(x) * weight."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -58,7 +58,7 @@ def add_rms_norm(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """[T, 2 * WIDTH] -> [T, WIDTH]: silu of the first half times the second; a program a row and block of columns."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -79,7 +79,7 @@ def place_heads(
     frequencies: float32 [HALF], or if TABLE the tokens' cosines and sines, [T, 2, HALF].
     """
     DIM: tl.constexpr = 2 * HALF
-    _follow(OVERLAP)
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, HALF)
@@ -117,14 +117,14 @@ def copy_packet(packet, out, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     value = tl.load(packet + i, mask=inside, other=0)
-    _follow(OVERLAP)  # until now the step before may have read what is overwritten
+    follow(OVERLAP)  # until now the step before may have read what is overwritten
     tl.store(out + i, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
 def choose_inputs(known, slots, last_tokens, out, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = known where it is not negative, else the slot's last sampled token. All int32 [count]."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     token = tl.load(known + i, mask=inside, other=0)
@@ -139,7 +139,7 @@ def argmax_parts(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of each CHUNK of a row [VOCAB], its lowest index, and whether any was not finite."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.full((BLOCK,), 2147483647, tl.int32)
@@ -162,7 +162,7 @@ def argmax_parts(
 @triton.jit
 def argmax_whole(values, ids, bad, tokens, nonfinite, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """A row's parts made one: the token, and 1 if the row held a NaN or an infinity."""
-    _follow(OVERLAP)
+    follow(OVERLAP)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < PARTS
@@ -181,7 +181,7 @@ def deliver(
 
     header[1] names the outbox among those of the steps in flight, int32 [·, 2, ROWS]: tokens, then rows not finite.
     """
-    _follow(OVERLAP)
+    follow(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     token = tl.load(tokens + i, mask=inside, other=0)
