@@ -39,6 +39,12 @@ class ParentWatch:
         """From now on this process is leaving by itself."""
         self._expected.set()
 
+    def sweep_if_alone(self) -> None:
+        """The last act of a process that leaves by itself: what it depends on may have gone meanwhile, and have taken
+        the other ranks along, whose end is then why this one leaves."""
+        if self._epoll.poll(0):
+            sweep(self._files)
+
     def _watch(self) -> None:
         for fd, _ in self._epoll.poll():
             self._leave(self._names.get(fd, "parent"))

@@ -87,6 +87,7 @@ class _RankProcess:
         for task in tasks:
             task.cancel()
         self._control.close()
+        self._watch.sweep_if_alone()
         return code
 
     def _hello(self) -> Hello:
