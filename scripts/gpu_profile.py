@@ -2,8 +2,7 @@
 
 usage: gpu_profile.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
        [--host-profile] [--pictures FOLDER] [--json FILE]
-Step k + 1 is launched while step k runs, as a scheduler with credit for two does. Correctness is tests/gpu's; what a
-scheduler sees is scripts/bench gpu's.
+Three steps are in flight, as in scripts/bench gpu, which is about what a scheduler sees. Correctness is tests/gpu's.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from workerproto.messages import RowFlag, Sampling
 from workerproto.steps import AcceptedStep, StartedRequest
 
 BLOCK = 16
-AHEAD = 2
+IN_FLIGHT = 3
 NONE = np.empty(0, np.int32)
 MIXED = [
     Sampling(),
@@ -72,7 +71,7 @@ class Bench:
         self.model = ModelConfig.from_folder(model_folder(name, Path(tempfile.gettempdir())))
         topology = Topology(0, 1, 1, (self.model.layers,))
         device = torch.device("cuda", 0)
-        self.config = RunnerConfig(torch.bfloat16, device, BLOCK, tokens, rows, rows, LONGEST, AHEAD + 1)
+        self.config = RunnerConfig(torch.bfloat16, device, BLOCK, tokens, rows, rows, LONGEST, IN_FLIGHT)
         self.runner = CudaRunner(self.model, topology, self.config, make_groups(topology, None, device, timedelta(60)))
         self.seconds: dict[str, float] = {}
         self._timed("load", lambda: self.runner.load(fill))
@@ -122,7 +121,7 @@ class Bench:
         outputs: list[StepOutput] = []
         launching, began = 0.0, time.perf_counter()
         for step in steps:
-            if len(pending) == AHEAD:
+            if len(pending) == IN_FLIGHT:
                 outputs.append(pending.popleft().wait())
             at = time.perf_counter()
             output = self.runner.execute(step, self.table)
@@ -187,7 +186,8 @@ def timelines(
     works["prefill {}x{}".format(*shape)] = [], bench.prompts(shape[0], shape[1])
     figures = {}
     for kind, (before, steps) in works.items():
-        bench.run(before)
+        if before:
+            bench.run(before)
         found = device_profile(partial(bench.run, steps), f"{name} {kind}")
         gaps = [round(gap, 1) for gap in found.gaps]
         figures[kind] = {"us_a_step": round(found.us_a_step, 1), "gaps_us": gaps}

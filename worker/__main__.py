@@ -77,19 +77,22 @@ def main() -> NoReturn:
 def run_rank(config: GangConfig, place: Place, files: RunFiles, terminal: TextIO, trace: bool) -> ExitCode:
     """Raises ValueError, or Failure if the coordinator could not be started."""
     from worker.config import threads_of
+    from worker.rank.ahead import Ahead
     from worker.rank.coordinator_start import start_coordinator
     from worker.rank.fault_points import FaultPoints
     from worker.rank.parent_watch import ParentWatch
     from worker.rank.place import limit_threads
-    from worker.rank.process import run
 
     fault_points = FaultPoints(os.environ.get("RANKD_FAULT", ""), place.rank, place.epoch)
     limit_threads(threads_of(config, place.local_world_size))
+    ahead = None if config.device == "fake" else Ahead(config.device_number(place.local_rank))
     watch = ParentWatch(files)
     watch.add(place.parent, place.parent_started, "the launcher")
     if not place.spawned and place.local_rank == 0:
         start_coordinator(place, sys.argv[1:])
-    return run(config, place, files, watch, fault_points, terminal, trace=trace)
+    from worker.rank.process import run  # sockets and an event loop: meanwhile torch's libraries are loaded
+
+    return run(config, place, files, watch, fault_points, terminal, ahead, trace=trace)
 
 
 def tell_of(error: ValueError | Failure, files: RunFiles, place: Place, trace: bool) -> None:

@@ -117,6 +117,12 @@ class GangConfig:
     def topology(self, rank: int) -> Topology:
         return Topology(rank, self.tp, self.pp, self.partition)
 
+    def device_number(self, local_rank: int) -> int | None:
+        """Of the visible CUDA devices, on which that rank of a host computes; None on the CPU."""
+        if self.device != "cuda":
+            return None
+        return self.devices[local_rank] if self.devices else local_rank
+
 
 def resolve(options: argparse.Namespace, environment: Mapping[str, str]) -> GangConfig:
     """Raises ValueError, one line with the value and its bound, for whatever cannot be run."""

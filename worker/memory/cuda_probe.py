@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from worker.memory.neighbours import Neighbours
 from worker.memory.probe import Peak, ProbeSettings, Reading
 
 PROFILE_SPLIT_MIB = 21  # the least that every torch takes
@@ -18,14 +17,15 @@ gigabytes would keep all of it from being given back, and it would be counted as
 
 
 class CudaProbe:
-    """See `MemoryProbe`. To be made before the first CUDA call of the process, so that its own part can be told from
-    that of others where NVML lists no processes, as in many containers."""
+    """See `MemoryProbe`. Without `settings.neighbours` to be made before the first CUDA call of the process, so that
+    its own part can be told from that of others where NVML lists no processes, as in many containers."""
 
     def __init__(self, settings: ProbeSettings) -> None:
         self._device = settings.device
         self.tensor_pools: set[tuple[int, int]] = set()  # in which tensors stand; all others are graphs'
         self.released_pools: set[tuple[int, int]] = set()  # which torch still counts, and the device has back
-        self._neighbours = _Neighbours.open(settings.device)
+        uuid = str(torch.cuda.get_device_properties(settings.device).uuid)
+        self._neighbours = settings.neighbours or Neighbours.open(uuid)
         torch.zeros(1, device=self._device)  # makes the context
         torch.cuda.synchronize(self._device)
 
@@ -69,42 +69,3 @@ class CudaProbe:
 def pools() -> set[tuple[int, int]]:
     """Ids of the memory pools beside the common one that hold anything."""
     return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()} - {(0, 0)}
-
-
-class _Neighbours:
-    """Other processes on a device, by NVML."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._before = self._processes()
-        self._used_before = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
-
-    @classmethod
-    def open(cls, device: torch.device) -> _Neighbours | None:
-        """None without NVML."""
-        try:
-            import pynvml
-        except ImportError:
-            return None
-        try:
-            pynvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"))
-        except pynvml.NVMLError:
-            return None
-
-    def read(self) -> tuple[int, tuple[str, ...]]:
-        """Bytes, and who."""
-        now, own = self._processes(), os.getpid()
-        if own not in now:  # another process namespace than the driver's: we are the one that has come
-            come = now.keys() - self._before.keys()
-            own = come.pop() if len(come) == 1 else -1
-        if not now.get(own):  # NVML does not show us: what was taken before we came is all that can be known
-            return self._used_before, ()
-        others = {pid: used for pid, used in now.items() if pid != own}
-        return sum(others.values()), tuple(f"process {pid}: {used} bytes" for pid, used in others.items())
-
-    def _processes(self) -> dict[int, int]:
-        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        return {one.pid: int(one.usedGpuMemory or 0) for one in running}

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from worker.memory.neighbours import Neighbours
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -56,11 +58,13 @@ class MemoryProbe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings:
-    """device_bytes: what a simulated device has."""
+    """device_bytes: what a simulated device has. neighbours: a CUDA device's, as they were before this process used it,
+    where that was looked at."""
 
     device: torch.device
     rank: int
     device_bytes: int
+    neighbours: Neighbours | None = None
 
 
 def open_probe(name: str | None, settings: ProbeSettings) -> MemoryProbe:

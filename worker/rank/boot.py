@@ -45,7 +45,7 @@ def bring_up(seat: Seat) -> StepLoop:
     gc.freeze()  # what exists by now lives as long as the process, and no collection need look at it
     device = _device(config, place)
     dtype = getattr(torch, config.dtype)
-    books = Books(_probe(config, place, device))
+    books = Books(_probe(seat, device))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # everything later allocates on it
     with books.phase("communicators"):  # before any memory is measured: they belong to the baseline
@@ -56,6 +56,8 @@ def bring_up(seat: Seat) -> StepLoop:
         make_handles(device, dtype)
     torch.manual_seed(config.seed)
 
+    if seat.ahead:
+        seat.ahead.wait()
     seat.enter("load")
     weights = open_weights(config.model, config.load_format, config.seed)
     any_rank = partial(groups.tensor_parallel.any, device=device)
@@ -114,7 +116,8 @@ def _device(config: GangConfig, place: Place) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = config.devices[place.local_rank] if config.devices else place.local_rank
+    index = config.device_number(place.local_rank)
+    assert index is not None
     if index >= count:
         seen = f"torch {torch.__version__} sees {count} devices"
         raise ValueError(f"--device is cuda, but {seen}: no device {index} for local rank {place.local_rank}")
@@ -137,12 +140,12 @@ def _nccl(device: torch.device) -> dict[str, str]:
     return {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
 
 
-def _probe(config: GangConfig, place: Place, device: torch.device) -> MemoryProbe:
-    """Before the first CUDA call: see `CudaProbe`."""
+def _probe(seat: Seat, device: torch.device) -> MemoryProbe:
+    """Before the first CUDA call of this thread: see `CudaProbe`."""
+    place, memory = seat.place, seat.config.memory
     available = psutil.virtual_memory().available // place.local_world_size >> 20 << 20
-    return open_probe(
-        config.memory.probe, ProbeSettings(device, place.rank, config.memory.device_bytes or available)
-    )
+    neighbours = seat.ahead.neighbours() if seat.ahead else None
+    return open_probe(memory.probe, ProbeSettings(device, place.rank, memory.device_bytes or available, neighbours))
 
 
 def _note(seat: Seat) -> Callable[[str], None]:

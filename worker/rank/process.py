@@ -19,6 +19,7 @@ from worker.exit_codes import ExitCode
 from worker.gang_messages import Heartbeat, Hello, LogLevel, RankFault, Stop, StopAsked, ToRank, Welcome
 from worker.logs import log_to, set_level
 from worker.processes import STOP_SIGNALS, started_at
+from worker.rank.ahead import Ahead
 from worker.rank.control import Control
 from worker.rank.fault_points import FaultPoints
 from worker.rank.faults import describe, write_error_file
@@ -41,10 +42,10 @@ STOP_GRACE_S = 20.0
 
 def run(
     config: GangConfig, place: Place, files: RunFiles, watch: ParentWatch, fault_points: FaultPoints, terminal: TextIO,
-    *, trace: bool,
+    ahead: Ahead | None, *, trace: bool,
 ) -> ExitCode:  # fmt: skip
     """The life of a rank. The process must then leave by `os._exit`: a thread may be stuck inside torch for good."""
-    return uvloop.run(_RankProcess(config, place, files, watch, fault_points, terminal, trace).main())
+    return uvloop.run(_RankProcess(config, place, files, watch, fault_points, terminal, ahead, trace).main())
 
 
 class _RankProcess:
@@ -56,6 +57,7 @@ class _RankProcess:
         watch: ParentWatch,
         fault_points: FaultPoints,
         terminal: TextIO,
+        ahead: Ahead | None,
         trace: bool,
     ) -> None:
         self._config = config
@@ -64,6 +66,7 @@ class _RankProcess:
         self._watch = watch
         self._fault_points = fault_points
         self._terminal = terminal
+        self._ahead = ahead
         self._trace = trace
         self._threads = threads_of(config, place.local_world_size)
         self._status = StatusWriter(place.epoch, self._threads)
@@ -134,7 +137,7 @@ class _RankProcess:
             seat = Seat(
                 self._config, self._place, self._threads, self._control, self._status, self._fault_points,
                 self._step_socket, self._answer_socket, self._fail, self._deadline,
-                self._files.trace(self._place.rank),
+                self._files.trace(self._place.rank), self._ahead,
             )  # fmt: skip
             self._steps = bring_up(seat)
             self._steps.run()

@@ -12,6 +12,7 @@ import zmq
 
 from worker.config import GangConfig
 from worker.gang_messages import KvConfig, Phase, Present, Proceed
+from worker.rank.ahead import Ahead
 from worker.rank.control import Control
 from worker.rank.fault_points import FaultPoints
 from worker.rank.place import Place
@@ -39,6 +40,7 @@ class Seat:
     fail: Callable[[BaseException], None]
     deadline: float
     trace_file: Path
+    ahead: Ahead | None  # None where nothing is to be had ahead
 
     def enter(self, phase: str) -> None:
         self.status.enter(phase)
