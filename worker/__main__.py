@@ -86,12 +86,12 @@ def run_rank(config: GangConfig, place: Place, files: RunFiles, terminal: TextIO
     fault_points = FaultPoints(os.environ.get("RANKD_FAULT", ""), place.rank, place.epoch)
     limit_threads(threads_of(config, place.local_world_size))
     ahead = None if config.device == "fake" else Ahead(config.device_number(place.local_rank))
+    from worker.rank.process import run  # sockets and an event loop: meanwhile torch's libraries are loaded
+
     watch = ParentWatch(files)
     watch.add(place.parent, place.parent_started, "the launcher")
     if not place.spawned and place.local_rank == 0:
-        start_coordinator(place, sys.argv[1:])
-    from worker.rank.process import run  # sockets and an event loop: meanwhile torch's libraries are loaded
-
+        watch.add(*start_coordinator(place, sys.argv[1:]), "the coordinator")
     return run(config, place, files, watch, fault_points, terminal, ahead, trace=trace)
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from tests.faults.fake_gangs import FAKE, failure, fake_gang, next_event, prompt_step
+from tests.faults.fake_gangs import FAKE, failure, fake_gang, launched, next_event, prompt_step
 from tests.faults.side_by_side import WAIT_S
 from tests.gang.gangs import QUICK, WORKERCTL, RunningGang, tiny_model
 from tests.processes import stop
@@ -133,6 +133,30 @@ def test_what_it_stumbles_over_ends_the_gang(run_dir: Path, tmp_path: Path, wher
         running.wait_nothing_left()
     finally:
         running.end()
+
+
+ENDS_UNHEARD = """
+import os, signal
+from worker.rank import coordinator_start
+
+real = coordinator_start.start_coordinator
+
+def start(place, arguments):
+    identity = real(place, arguments)
+    os.kill(identity[0], signal.SIGKILL)
+    return identity
+
+coordinator_start.start_coordinator = start
+"""
+
+
+def test_a_rank_that_comes_after_the_coordinator_that_it_started_has_ended(run_dir: Path, tmp_path: Path) -> None:
+    """Others may have come and gone by then; who said no Hello gets no Welcome, and is told of no end."""
+    with launched(run_dir, tmp_path, (0, ["-pp", "1"]), BEFORE_MAIN=ENDS_UNHEARD) as running:
+        assert running.wait_exit(WAIT_S) == 0
+        assert "the coordinator is gone" in running.said
+        assert f"rank 0 ended with {ExitCode.PARENT_GONE:d}" in running.said
+        running.wait_nothing_left()
 
 
 def test_each_of_those_that_come_as_one_rank_is_told_the_end(run_dir: Path, tmp_path: Path) -> None:
