@@ -25,6 +25,8 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         if self.compiled is None:
+            given, wanted = len(arguments) + len(self.constants), len(self.kernel.arg_names)
+            assert given == wanted, f"{self.kernel} takes {wanted} arguments, not {given}"  # Triton 3.7 would read on
             self.compiled = self.kernel.warmup(*arguments, *self.constants, grid=grid, **self.options)
         self.compiled[grid](*arguments, *self.constants)
 
