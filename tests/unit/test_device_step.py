@@ -8,11 +8,8 @@ from msgspec.structs import replace
 
 from worker.execution.batch import inputs_of, rows_of, samples_of
 from worker.execution.device_step import (
-    Padding,
     eager_arrays,
-    graph_arrays,
     graph_size,
-    packet_capacity,
     single_queries_first,
 )
 from worker.execution.slots import RequestSlots
@@ -75,15 +72,3 @@ def test_a_graph_takes_rows_of_one_token_that_read_nothing_of_the_same_step(
         started = StartedRequest(1, 1, np.arange(9, dtype=np.int32), computed, Sampling())
         step = replace(step, started=[started])
     assert graph_size(step, [1, 2, 4]) == size
-
-
-def test_padding_reads_and_writes_what_is_nobodys() -> None:
-    step = step_of([(1, 9, 1, 1), (2, 4, 1, 0)], [])
-    rows = rows_of(step, TABLE, BLOCK)
-    arrays = graph_arrays(step, rows, inputs_of(step, rows.query_start, prompts()), 4, Padding(4, 99), outbox=0)
-    assert arrays.known.tolist() == [-1, 24, 0, 0]
-    assert arrays.slots.tolist() == [1, 2, 4, 4]
-    assert arrays.sample_slots.tolist() == [1, 4, 4, 4]  # the second row samples for nobody
-    assert arrays.mapping.tolist() == [8 * BLOCK + 1, 13 * BLOCK, 99 * BLOCK, 99 * BLOCK]
-    assert arrays.tables[2:].tolist() == [[99] * 3] * 2
-    assert sum(array.size for array in arrays) <= packet_capacity(4, 4, 3)

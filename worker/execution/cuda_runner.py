@@ -9,7 +9,7 @@ what a graph leaves to do, drawing at random and logprobs, follows it in the str
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,17 +23,18 @@ from worker.execution.device_step import (
     Padding,
     StepTensors,
     eager_arrays,
-    graph_arrays,
     graph_size,
     packet_capacity,
     padding_arrays,
     single_queries_first,
 )
 from worker.execution.graph_memory import extrapolate, graph_sizes
+from worker.execution.graph_step import graph_inputs, graph_samples, write_graph_step
 from worker.execution.greedy import Greedy
 from worker.execution.model_runner import ModelRunner
 from worker.execution.packets import Packets
-from worker.execution.runner import BlockTable, PendingOutput, RunnerConfig, StepOutput, StepTimings
+from worker.execution.pending import PendingStep, UnansweredStep
+from worker.execution.runner import BlockTable, PendingOutput, RunnerConfig
 from worker.execution.sampler import DeviceLogprobs, SamplingRows, draw_, finite, forbid_, logprobs_of, on_device
 from worker.execution.slots import Int32Array, Int64Array
 from worker.layers import triton_kernels as kernels
@@ -59,39 +60,14 @@ class Launched:
     scores: Tensor | None  # [samples, vocabulary], tp rank 0 of the last stage
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """See `PendingOutput`. places: of the step's tokens in the outbox."""
+class _Built(NamedTuple):
+    """A step's packet, on its way. needed: as in `Inputs`. single: rows of one query, which come first."""
 
-    packets: Packets
-    turn: int
-    sequence: int
-    places: Int64Array | Int32Array
-    logprobs: DeviceLogprobs | None
-
-    def wait(self) -> StepOutput:
-        self.packets.ready[self.turn].synchronize()
-        sampled, unsound = self.packets.outbox(self.turn)
-        tokens, nonfinite = sampled[self.places], unsound[self.places]  # copies, before the turn is another step's
-        microseconds = 1000 * self.packets.began[self.turn].elapsed_time(self.packets.ended[self.turn])
-        self.packets.release(self.turn)
-        logprobs = None if self.logprobs is None else self.logprobs.on_host()
-        return StepOutput(
-            self.sequence, tokens, int(nonfinite.sum()), logprobs, StepTimings(forward=int(microseconds))
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Unanswered:
-    """A step on a rank that answers none: see `PendingOutput`. ended: the event behind it; one of a later step after
-    some time, which is as good."""
-
-    sequence: int
-    ended: torch.cuda.Event
-
-    def wait(self) -> StepOutput:
-        self.ended.synchronize()
-        return StepOutput(self.sequence)
+    sent: StepTensors
+    samples: Samples
+    needed: int
+    single: int
+    prefill: PrefillPlan | None
 
 
 class CudaRunner(ModelRunner):
@@ -125,7 +101,7 @@ class CudaRunner(ModelRunner):
             0 if topology.is_first_stage else config.max_graph_rows, model_config.hidden,
             dtype=config.dtype, device=config.device,
         )  # fmt: skip
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Launched]] = {}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Launched, StepTensors]] = {}
         self.sizes: list[int] = []
         self.graph_counts = 0, 0
 
@@ -134,7 +110,7 @@ class CudaRunner(ModelRunner):
     def _attention(self, rows: Rows) -> AttentionBatch:
         turn = self.packets.claim()
         positions, mapping = self.packets.send(turn, [array.astype(np.int32) for array in rows.tokens()])
-        self.packets.release(turn)
+        self._unanswered(turn)
         return AttentionBatch(positions, mapping, self.model.backend.plan(rows))
 
     def _rehearse_sampling(self, hidden: Tensor, sampling: SamplingRows) -> None:
@@ -187,11 +163,11 @@ class CudaRunner(ModelRunner):
         most = min(config.max_graph_rows, config.max_rows, config.max_batched_tokens, config.max_requests)
         return graph_sizes(most)[::-1]
 
-    def _captured(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Launched]:
+    def _captured(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Launched, StepTensors]:
         turn = self.packets.claim()
         arrays = padding_arrays(size, self.padding, self.config.block_size)
         sent = StepTensors(*self.packets.send(turn, arrays))
-        self.packets.release(turn)
+        self._unanswered(turn)
         received = None if self.topology.is_first_stage else self.hidden[:size]
         for independent in (False, True):  # compiles and loads what neither a step nor a capture must
             self._forward(sent, size, None, received, independent=independent)
@@ -199,7 +175,7 @@ class CudaRunner(ModelRunner):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             launched = self._forward(sent, size, None, received, independent=True)
-        return graph, launched
+        return graph, launched, sent
 
     def _elsewhere(self) -> list[object]:
         return [self.graphs]
@@ -227,23 +203,14 @@ class CudaRunner(ModelRunner):
     def _launch(self, step: AcceptedStep, table: BlockTable) -> LaunchedStep:
         if self.hidden_in:
             self.hidden_in.post(step.sequence, step.num_tokens)
-        moved, place = single_queries_first(step)
-        rows = rows_of(moved, table.blocks, self.config.block_size)
-        inputs = inputs_of(moved, rows.query_start, self.slots) if self.topology.is_first_stage else None
-        samples = samples_of(step, rows.query_start[1:][place])
         turn, size = self.packets.claim(), self._graph_size(step)
-        if size:
-            arrays = graph_arrays(moved, rows, inputs, size, self.padding, turn)
-        else:
-            arrays = eager_arrays(moved, rows, inputs, samples, turn)
-        sent = StepTensors(*self.packets.send(turn, arrays))
-        single = size or len(arrays.tables)
-        prefill = None if single >= len(rows.counts) else self.model.backend.plan(rows.after(single)).prefill
+        build = self._build_for_graph if size else self._build
+        sent, samples, needed, single, prefill = build(step, table.blocks, turn, size)
         trace = self.trace
         trace.shape(step.num_rows, step.num_tokens, len(samples), size)
         trace.mark(BUILT)
-        if self.feed and inputs is not None:
-            self.feed.settle(inputs.needed)
+        if self.feed:
+            self.feed.settle(needed)
         if self.hidden_in:
             self.reach("recv")
         received = self.hidden_in.wait() if self.hidden_in else None
@@ -256,6 +223,27 @@ class CudaRunner(ModelRunner):
             self.hidden_out.send(step.sequence, launched.hidden[: step.num_tokens])
         trace.mark(SENT)
         return LaunchedStep(step, samples, turn, size, sent, launched.scores)
+
+    def _build_for_graph(self, step: AcceptedStep, table: Int32Array, turn: int, size: int) -> _Built:
+        known, needed = graph_inputs(step, self.slots) if self.topology.is_first_stage else (0, -1)
+        samples = graph_samples(step)
+        used = write_graph_step(
+            self.packets.hosts[turn], step, known, table, self.config.block_size, size, self.padding, turn,
+            all_sample=len(samples) == step.num_rows,
+        )  # fmt: skip
+        self.packets.send_written(turn, used)
+        return _Built(self.graphs[size][2], samples, needed, size, None)
+
+    def _build(self, step: AcceptedStep, table: Int32Array, turn: int, size: int) -> _Built:
+        moved, place = single_queries_first(step)
+        rows = rows_of(moved, table, self.config.block_size)
+        inputs = inputs_of(moved, rows.query_start, self.slots) if self.topology.is_first_stage else None
+        samples = samples_of(step, rows.query_start[1:][place])
+        arrays = eager_arrays(moved, rows, inputs, samples, turn)
+        sent = StepTensors(*self.packets.send(turn, arrays))
+        single = len(arrays.tables)
+        prefill = None if single == len(rows.counts) else self.model.backend.plan(rows.after(single)).prefill
+        return _Built(sent, samples, inputs.needed if inputs else -1, single, prefill)
 
     def _end(self, launched: Any, masks: Masks | None) -> PendingOutput:
         assert isinstance(launched, LaunchedStep)
@@ -270,7 +258,8 @@ class CudaRunner(ModelRunner):
         self._hand_round(step, samples, all_rows=bool(size))
         self.slots.sampled(step.sequence, samples.slots, samples.positions)
         self.trace.mark(SAMPLED)
-        return self._pending(step, turn, step.sampled_rows if size else np.arange(len(samples)), logprobs)
+        places = step.sampled_rows if size and len(samples) < step.num_rows else np.arange(len(samples))
+        return self._pending(step, turn, places, logprobs)
 
     def _mask(self, scores: Tensor, rows: Int64Array | Int32Array, masks: Masks, *, keep: bool) -> Tensor:
         """Choose anew among the allowed tokens; the scores as they were, if they are kept for logprobs. The others get
@@ -290,7 +279,7 @@ class CudaRunner(ModelRunner):
     def _replay(self, size: int, received: Tensor | None) -> Launched:
         if received is not None:
             self.hidden[: len(received)].copy_(received)
-        graph, launched = self.graphs[size]
+        graph, launched, _ = self.graphs[size]
         graph.replay()
         return launched
 
@@ -330,7 +319,7 @@ class CudaRunner(ModelRunner):
         *, all_rows: bool,
     ) -> DeviceLogprobs | None:  # fmt: skip
         """What the likeliest tokens alone will not do: drawing at random, and logprobs, which are of `told_of`."""
-        if not self.topology.is_last_stage or not len(samples):
+        if not self.slots.any_particular or not self.topology.is_last_stage or not len(samples):
             return None
         drawn = bool((self.slots.temperature[samples.slots] > 0).any())
         told = bool((self.slots.logprobs[samples.slots] >= 0).any())
@@ -381,14 +370,21 @@ class CudaRunner(ModelRunner):
         self, step: AcceptedStep, turn: int, places: Int64Array | Int32Array, logprobs: DeviceLogprobs | None
     ) -> PendingOutput:
         if not self.topology.is_output:
-            self.packets.release(turn)
-            self.packets.ready[turn].record(self.packets.stream)
-            return _Unanswered(step.sequence, self.packets.ready[turn])
-        self.packets.end(turn, self.to_host)
+            self._unanswered(turn)
+            return UnansweredStep(step.sequence, self.packets.ended[turn])
+        if logprobs is None:
+            self.packets.end(turn)
+            return PendingStep(self.packets, turn, step.sequence, places, None)
+        self.to_host.wait_stream(self.packets.stream)
         with torch.cuda.stream(self.to_host):
-            fetched = None if logprobs is None else logprobs.fetch()
-            self.packets.fetch(turn, self.to_host)
-        return _Pending(self.packets, turn, step.sequence, places, fetched)
+            fetched = logprobs.fetch()
+        self.packets.end(turn, self.to_host)
+        return PendingStep(self.packets, turn, step.sequence, places, fetched)
+
+    def _unanswered(self, turn: int) -> None:
+        """Nobody waits for what was launched with it."""
+        self.packets.end(turn)
+        self.packets.release(turn)
 
     def close(self) -> None:
         super().close()

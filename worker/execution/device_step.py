@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from worker.execution.slots import Int32Array, Int64Array
 from worker.layers.attention import Rows
 from workerproto.messages import RowFlag
 from workerproto.steps import AcceptedStep
+
+ALIGNED = 4  # int32 elements: 16 bytes. Each array begins at a multiple, so that kernels see the same in every step
 
 
 class StepArrays(NamedTuple):
@@ -75,7 +78,8 @@ def graph_size(step: AcceptedStep, sizes: Sequence[int]) -> int:
     """
     if step.num_tokens != step.num_rows or any(request.computed for request in step.started):
         return 0
-    return next((size for size in sizes if size >= step.num_rows), 0)
+    place = bisect_left(sizes, step.num_rows)
+    return sizes[place] if place < len(sizes) else 0
 
 
 def single_queries_first(step: AcceptedStep) -> tuple[AcceptedStep, Int64Array]:
@@ -103,32 +107,11 @@ def eager_arrays(
     """inputs: None on stages that get none."""
     positions, mapping = rows.tokens()
     single = int((rows.counts == 1).sum())
+    known = known_of(inputs, len(positions))
     return StepArrays(
-        _header(rows.block_tables.shape[1], outbox), _known(inputs, len(positions)), np.repeat(step.slots, step.counts),
+        _header(rows.block_tables.shape[1], outbox), known, np.repeat(step.slots, step.counts),
         positions.astype(np.int32), mapping.astype(np.int32), samples.places.astype(np.int32), samples.slots,
         rows.block_tables[:single],
-    )  # fmt: skip
-
-
-def graph_arrays(
-    step: AcceptedStep, rows: Rows, inputs: Inputs | None, size: int, padding: Padding, outbox: int
-) -> StepArrays:
-    """Of a step of rows of one token each, made up to `size` rows. All rows sample, some of them for nobody."""
-    count, width = rows.block_tables.shape
-    tables = np.full((size, width), padding.block, np.int32)
-    tables[:count] = rows.block_tables
-    _, mapping = rows.tokens()
-    samples = np.where(step.flags & RowFlag.SAMPLE, step.slots, padding.slot)
-
-    def padded(values: Int32Array | Int64Array, fill: int) -> Int32Array:
-        out = np.full(size, fill, np.int32)
-        out[:count] = values
-        return out
-
-    return StepArrays(
-        _header(width, outbox), padded(_known(inputs, count), 0), padded(step.slots, padding.slot),
-        padded(step.positions, 0), padded(mapping, padding.block * rows.block_size), np.empty(0, np.int32),
-        padded(samples, padding.slot), tables,
     )  # fmt: skip
 
 
@@ -146,7 +129,8 @@ def _header(width: int, outbox: int) -> Int32Array:
     return np.array([width, outbox], np.int32)
 
 
-def _known(inputs: Inputs | None, tokens: int) -> Int32Array:
+def known_of(inputs: Inputs | None, tokens: int) -> Int32Array:
+    """`StepArrays.known`; zeros on stages that get no inputs."""
     if inputs is None:
         return np.zeros(tokens, np.int32)
     known = inputs.known.astype(np.int32)

@@ -17,6 +17,7 @@ class RequestSlots:
     """State by slot, 0 … max_requests - 1. It follows the step stream alone, so it is the same on all ranks.
 
     sampled_at: position of the token sampled last, -1 before the first. sampled_step: the step that sampled it.
+    any_particular: whether any request is drawn at random, or tells logprobs.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -30,12 +31,16 @@ class RequestSlots:
         self.min_p = np.zeros(max_requests)
         self.seed = np.zeros(max_requests, np.int64)
         self.logprobs = np.full(max_requests, -1, np.int32)
+        self._particular: set[int] = set()
 
     def apply(self, step: AcceptedStep) -> None:
         """Forget the requests that the step ends, then seat those that it starts, maybe in the same slots."""
-        for slot in step.freed_slots.tolist():
-            self.tokens[slot] = None
-        self.sampled_at[step.freed_slots] = -1
+        if len(step.freed_slots):
+            freed = step.freed_slots.tolist()
+            for slot in freed:
+                self.tokens[slot] = None
+            self.sampled_at[step.freed_slots] = -1
+            self._particular.difference_update(freed)
         for request in step.started:
             slot, sampling = request.slot, request.sampling
             self.tokens[slot] = request.tokens
@@ -46,6 +51,12 @@ class RequestSlots:
             self.min_p[slot] = sampling.min_p
             self.seed[slot] = sampling.seed
             self.logprobs[slot] = sampling.logprobs
+            if sampling.temperature > 0 or sampling.logprobs >= 0:
+                self._particular.add(slot)
+
+    @property
+    def any_particular(self) -> bool:
+        return bool(self._particular)
 
     def sampled(self, step: int, slots: Int32Array, positions: Int32Array) -> None:
         """Note that `step` samples, for each of these slots, the token of that position."""
