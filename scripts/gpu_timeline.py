@@ -102,8 +102,9 @@ def picture(timeline: Timeline, title: str) -> str:
             out.append(f'<text x="{x + wide / 2:.1f}" y="{top + 11}" text-anchor="middle">{step.gap:.1f}</text>')
     y = TOP + ROW * len(steps) + 40
     out.append(f'<text x="{LEFT}" y="{y}">{escape(between(timeline))}</text>')
-    out.append(f'<text x="{LEFT}" y="{y + 16}">Below a row: copies, which run beside kernels on streams of their own')
-    out.append(f"or between graphs. A gap is without kernels of a step; {BETWEEN} is of none.</text>")
+    told = "Below a row: what copies, beside kernels or between graphs. A gap has no kernel of a step; "
+    told += f"{BETWEEN} is of none."
+    out.append(f'<text x="{LEFT}" y="{y + 16}">{told}</text>')
     return "\n".join([*out, "</g></svg>\n"])
 
 
