@@ -20,7 +20,7 @@ if not CUDA:
 pytest.importorskip("triton")
 
 from worker.execution.device_sampler import DeviceSampler  # noqa: E402 - imports Triton
-from worker.execution.greedy import Greedy  # noqa: E402 - imports Triton
+from worker.execution.greedy import PART, Greedy  # noqa: E402 - imports Triton
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROWS, SLOTS = 12, 40
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_the_sampler(kind: str, vocab: int, dtype: torch.dty
     wide = wide.to(DEVICE)
     greedy = Greedy(ROWS, vocab, stride, DEVICE)
     greedy.choose(wide[:, :vocab])
-    sampler = DeviceSampler(ROWS, SLOTS, vocab, stride, greedy.parts, dtype, DEVICE)
+    sampler = DeviceSampler(ROWS, SLOTS, vocab, stride, PART, dtype, DEVICE)
     none = np.empty(0, np.int32)
     sampler.seat([StartedRequest(i, s, none, 0, SAMPLINGS[i]) for i, s in enumerate(slots.tolist())])
     spread = np.zeros(2 * ROWS, np.int32)
@@ -96,8 +96,7 @@ def test_tokens_are_those_of_the_sampler(kind: str, vocab: int, dtype: torch.dty
 
 
 def test_a_slot_that_changes_hands_forgets_how_it_sampled() -> None:
-    greedy = Greedy(1, 100, 100, DEVICE)
-    sampler = DeviceSampler(1, 3, 100, 100, greedy.parts, torch.bfloat16, DEVICE)
+    sampler = DeviceSampler(1, 3, 100, 100, PART, torch.bfloat16, DEVICE)
     none = np.empty(0, np.int32)
     sampler.seat([StartedRequest(1, 2, none, 0, SAMPLINGS[2])])
     assert sampler.drawn.tolist() == sampler.filtered.tolist() == [False, False, True]

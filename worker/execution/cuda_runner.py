@@ -30,7 +30,7 @@ from worker.execution.device_step import (
 )
 from worker.execution.graph_memory import extrapolate, graph_sizes
 from worker.execution.graph_step import graph_inputs, graph_samples, write_graph_step
-from worker.execution.greedy import Greedy
+from worker.execution.greedy import PART, Greedy
 from worker.execution.model_runner import ModelRunner
 from worker.execution.packets import Packets
 from worker.execution.pending import PendingStep, UnansweredStep
@@ -93,7 +93,7 @@ class CudaRunner(ModelRunner):
         self.sampler: DeviceSampler | None = None
         if topology.is_last_stage and topology.tp_rank == 0 and DeviceSampler.takes(config.dtype):
             self.sampler = DeviceSampler(
-                config.max_rows, config.max_requests + 1, vocab, stride, self.greedy.parts, config.dtype, config.device
+                config.max_rows, config.max_requests + 1, vocab, stride, PART, config.dtype, config.device
             )
         self.choose_inputs = Launcher(kernels.choose_inputs, config.device, _CHOSEN)
         self.to_host = torch.cuda.Stream(config.device)

@@ -29,11 +29,14 @@ def pack_sampling(samplings: Iterable[Sampling]) -> Int64Array:
 
 class DeviceSampler:
     """For up to `rows` rows of 16-bit scores [n, vocab], `stride` elements from one to the next; slots 0 … slots - 1,
-    of which those that nobody has started are greedy. parts: of `Greedy`, whose maxima it reads."""
+    of which those that nobody has started are greedy. part: scores in a part of `Greedy`, whose maxima it reads."""
 
     def __init__(
-        self, rows: int, slots: int, vocab: int, stride: int, parts: int, dtype: torch.dtype, device: torch.device
+        self, rows: int, slots: int, vocab: int, stride: int, part: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        parts = blocks(vocab, part)
+        assert part % _BLOCK == 0, "a block's largest is that of its part"
+
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
@@ -47,15 +50,15 @@ class DeviceSampler:
         self.chunks = blocks(vocab, _CHUNK)
         self.sums = integers(rows, self.chunks)
         limits = torch.finfo(dtype)
-        size, part, finite = (vocab, stride), (parts, power_of_two(parts)), (limits.min, limits.max)
+        size, maxima, finite = (vocab, stride), (parts, power_of_two(parts)), (limits.min, limits.max)
         scores, values = (_CHUNK, _BLOCK, *finite), (_VALUES_AT_ONCE, kernels.TRITON_TYPES[dtype], *finite)
         found = (self.chunks, power_of_two(self.chunks))
-        self.count = Launcher(kernels.count_values, device, *size, *part, *scores)
-        self.sum = Launcher(kernels.sum_values, device, vocab, *part, *values)
-        self.find = Launcher(kernels.find_thresholds, device, vocab, *part, *values)
-        self.sum_chunks = Launcher(kernels.sum_chunks, device, *size, *part, *scores)
+        self.count = Launcher(kernels.count_values, device, *size, *maxima, part, *scores)
+        self.sum = Launcher(kernels.sum_values, device, vocab, *maxima, *values)
+        self.find = Launcher(kernels.find_thresholds, device, vocab, *maxima, *values)
+        self.sum_chunks = Launcher(kernels.sum_chunks, device, *size, *maxima, part, *scores)
         self.pick = {
-            placed: Launcher(kernels.pick, device, *size, *part, _CHUNK, _BLOCK, *found, placed, *finite)
+            placed: Launcher(kernels.pick, device, *size, *maxima, _CHUNK, _BLOCK, *found, placed, *finite)
             for placed in (False, True)
         }
 

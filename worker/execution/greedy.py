@@ -8,7 +8,8 @@ from torch import Tensor
 from worker.layers import triton_kernels as kernels
 from worker.layers.launch import Launcher, blocks, power_of_two
 
-_CHUNK, _BLOCK, _DELIVERED = 2048, 1024, 256
+PART = 2048  # scores of a row whose largest is found by one program
+_BLOCK, _DELIVERED = 1024, 256
 
 
 class Greedy:
@@ -16,13 +17,13 @@ class Greedy:
 
     def __init__(self, rows: int, vocab: int, stride: int, device: torch.device) -> None:
         """stride: elements from a row of the scores to the next, vocab or more."""
-        self.parts = blocks(vocab, _CHUNK)
+        self.parts = blocks(vocab, PART)
         self.values = torch.empty(rows * self.parts, device=device)
         self.ids = torch.empty(rows * self.parts, dtype=torch.int32, device=device)
         self.bad = torch.empty_like(self.ids)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.nonfinite = torch.zeros_like(self.tokens)
-        self.of_parts = Launcher(kernels.argmax_parts, device, vocab, stride, _CHUNK, _BLOCK)
+        self.of_parts = Launcher(kernels.argmax_parts, device, vocab, stride, PART, _BLOCK)
         self.of_all = Launcher(kernels.argmax_whole, device, self.parts, power_of_two(self.parts))
         self.delivery = Launcher(kernels.deliver, device, rows, _DELIVERED)
 

@@ -52,6 +52,14 @@ def _largest(largest, row, PARTS: tl.constexpr, BLOCK: tl.constexpr, LOW: tl.con
 
 
 @triton.jit
+def _largest_of_part(
+    largest, row, first, PARTS: tl.constexpr, PART: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+):  # fmt: skip
+    """Of the part that holds score number `first`: what it says of a block makes reading the block needless."""
+    return _finite(tl.load(largest + row * PARTS + tl.minimum(first // PART, PARTS - 1)), LOW, HIGH)
+
+
+@triton.jit
 def _weight(value, top, temperature):
     """int64, the likeliest being 2**40."""
     value = tl.minimum(value, top)  # of values above the largest there is none, but they are asked about
@@ -75,8 +83,8 @@ def _value_of(key, DTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
 @triton.jit
 def count_values(
     scores, table, slots, largest, counts, VOCAB: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """counts int32 [rows, VALUES], zero before: how often each score occurs, of those not too small to be drawn, and of
     those not below the k-th largest of the parts' maxima, which alone can be among the k largest."""
@@ -94,13 +102,15 @@ def count_values(
             maxima = tl.sort(maxima, descending=True)
             bound = tl.maximum(bound, tl.max(tl.where(p == top_k - 1, maxima, float("-inf"))))
         for start in range(0, CHUNK, BLOCK):
-            i = part * CHUNK + start + tl.arange(0, BLOCK)
-            value = _finite(tl.load(scores + row * STRIDE + i, mask=i < VOCAB, other=LOW), LOW, HIGH)
-            bits = value.to(scores.dtype.element_ty).to(tl.uint16, bitcast=True).to(tl.int32)
-            key = tl.where(bits < 32768, 32767 - bits, bits)
-            tl.atomic_add(
-                counts + row * VALUES + key, 1, mask=(i < VOCAB) & (value >= bound), sem="relaxed"
-            )
+            first = part * CHUNK + start
+            if _largest_of_part(largest, row, first, PARTS, PART, LOW, HIGH) >= bound:
+                i = first + tl.arange(0, BLOCK)
+                value = _finite(tl.load(scores + row * STRIDE + i, mask=i < VOCAB, other=LOW), LOW, HIGH)
+                bits = value.to(scores.dtype.element_ty).to(tl.uint16, bitcast=True).to(tl.int32)
+                key = tl.where(bits < 32768, 32767 - bits, bits)
+                tl.atomic_add(
+                    counts + row * VALUES + key, 1, mask=(i < VOCAB) & (value >= bound), sem="relaxed"
+                )
 
 
 @triton.jit
@@ -194,8 +204,8 @@ def find_thresholds(
 @triton.jit
 def sum_chunks(
     scores, table, slots, largest, thresholds, sums, VOCAB: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """sums int64 [rows, chunks]: of the weights that pass, in each CHUNK of a row of scores [VOCAB]."""
     follow(OVERLAP)
@@ -207,9 +217,10 @@ def sum_chunks(
         least = tl.load(thresholds + row)
         total = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, CHUNK, BLOCK):
-            i = part * CHUNK + start + tl.arange(0, BLOCK)
-            value = _finite(tl.load(scores + row * STRIDE + i, mask=i < VOCAB, other=LOW), LOW, HIGH)
-            if _weight(tl.max(value), top, temperature) >= least:
+            first = part * CHUNK + start
+            if _weight(_largest_of_part(largest, row, first, PARTS, PART, LOW, HIGH), top, temperature) >= least:
+                i = first + tl.arange(0, BLOCK)
+                value = _finite(tl.load(scores + row * STRIDE + i, mask=i < VOCAB, other=LOW), LOW, HIGH)
                 weight = _weight(value, top, temperature)
                 total += tl.where((i < VOCAB) & (weight >= least), weight, 0)
         tl.store(sums + row * tl.num_programs(1) + part, tl.sum(total))
