@@ -7,22 +7,21 @@ equal keys and values.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
 
-def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """16 bytes over the hash of the block before and this block's tokens (int32)."""
-    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
+def block_hash(parent: bytes, tokens: bytes) -> bytes:
+    """16 bytes over the hash of the block before and this block's tokens (packed int32)."""
+    return blake2b(parent + tokens, digest_size=16).digest()
 
 
 class BlockPool:
-    """Counts the holders of blocks 0 … num_blocks-1."""
+    """Counts the holders of blocks 0 … num_blocks-1. caching: whether it remembers what they contain."""
 
     def __init__(self, num_blocks: int, caching: bool = True) -> None:
-        self._caching = caching
+        self.caching = caching
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, bytes] = {}
@@ -72,6 +71,6 @@ class BlockPool:
 
     def remember(self, block: int, value: bytes) -> None:
         """The block is written in full and has this hash. Of two with one hash the first is kept."""
-        if self._caching and value not in self._block_of and block not in self._hash_of:
+        if self.caching and value not in self._block_of and block not in self._hash_of:
             self._hash_of[block] = value
             self._block_of[value] = block

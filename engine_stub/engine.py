@@ -108,7 +108,7 @@ class Engine:
         requests = []
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-                requests.append(request := self.scheduler.add(list(prompt), wanted))
+                requests.append(request := self.scheduler.add(prompt, wanted))
                 place_of[request] = place
                 completions.append(Completion(list(prompt)))
             while not self.scheduler.idle:

@@ -11,6 +11,7 @@ weights as a step of four, so that two halves cost what the whole did.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from engine_stub.blocks import BlockPool, block_hash
 from engine_stub.output import Output, read_outputs
 from engine_stub.plan import Plan
 from engine_stub.request import Params, Request, State
+from workerproto.codec import pack
 from workerproto.messages import Result, Step
 from workerproto.steps import StepLimits
 
@@ -80,15 +82,15 @@ class Scheduler:
     def num_free_blocks(self) -> int:
         return self._pool.num_free
 
-    def add(self, prompt: list[int], params: Params) -> Request:
-        """Queue a request. Raises ValueError if it can never run."""
+    def add(self, prompt: Sequence[int], params: Params) -> Request:
+        """Queue a request, with a copy of its prompt. Raises ValueError if it can never run."""
         longest = min(len(prompt) + params.max_tokens, self._limits.max_model_len)
         self._judge(prompt, params, longest)
         request = Request(self._next_id(), list(prompt), params, longest)
         self._waiting.append(request)
         return request
 
-    def _judge(self, prompt: list[int], params: Params, longest: int) -> None:
+    def _judge(self, prompt: Sequence[int], params: Params, longest: int) -> None:
         limits = self._limits
         if not 0 < len(prompt) < limits.max_model_len:
             raise ValueError(f"the prompt has {len(prompt)} tokens, 1 to {limits.max_model_len - 1} are possible")
@@ -260,16 +262,20 @@ class Scheduler:
     def _remember(self, request: Request) -> None:
         """Tell the pool of blocks that are full by now."""
         full = min(request.computed, len(request.tokens)) // self._limits.block_size
-        if full > request.cached:
+        if self._pool.caching and full > request.cached:
             self._extend_hashes(request)
             for place in range(request.cached, full):
                 self._pool.remember(request.blocks[place], request.hashes[place])
             request.cached = full
 
     def _extend_hashes(self, request: Request) -> None:
+        if not self._pool.caching:
+            return
         size, hashes = self._limits.block_size, request.hashes
-        for first in range(len(hashes) * size, len(request.tokens) - size + 1, size):
-            hashes.append(block_hash(hashes[-1] if hashes else b"", request.tokens[first : first + size]))
+        full = len(request.tokens) // size
+        packed, width = pack(request.tokens[len(hashes) * size : full * size]), 4 * size
+        for first in range(0, len(packed), width):
+            hashes.append(block_hash(hashes[-1] if hashes else b"", packed[first : first + width]))
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._limits.block_size)
