@@ -99,18 +99,23 @@ class Engine:
         """Complete all prompts (token ids) together; `params` for all, or one each. `on_token(index of the prompt,
         token)` is called as tokens come.
 
-        Raises ValueError for a prompt that cannot run; GangFailed, LeaseLost; StepRejected; what `on_token` raises.
+        Raises ValueError for a prompt that cannot run (those before it may have begun, and end); GangFailed, LeaseLost;
+        StepRejected; what `on_token` raises.
         """
         each = [params] * len(prompts) if isinstance(params, Params) else list(params)
         start = time.perf_counter()
         completions: list[Completion] = []
         place_of: dict[Request, int] = {}
         requests = []
+        added = 0
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 requests.append(request := self.scheduler.add(prompt, wanted))
                 place_of[request] = place
                 completions.append(Completion(list(prompt)))
+                added += len(prompt)
+                if added >= self._prefill_tokens and not self.scheduler.in_flight:
+                    self._send_step()  # it is full: the gang works on it while the other prompts are added
             while not self.scheduler.idle:
                 for output in self._turn():
                     place = place_of[output.request]
@@ -131,10 +136,8 @@ class Engine:
 
     def _turn(self) -> list[Output]:
         """Send every step that can go, and wait for one answer."""
-        # A gang that drains takes no more, answers what it has, and says Bye.
-        while self._goes_on() and self._client.credit and (step := self.scheduler.schedule()) is not None:
-            self._client.submit(step, resync=self._resync)
-            self._resync = False
+        while self._send_step():
+            pass
         if self.scheduler.idle:  # all that was left to do was lost with an epoch
             return []
         seq, answer = self._client.receive()
@@ -169,6 +172,15 @@ class Engine:
             case Bye():
                 raise LeaseLost(f"the gang ended the lease: {answer.message or answer.code}")
         return []
+
+    def _send_step(self) -> bool:
+        """Whether there was one that could go."""
+        # A gang that drains takes no more, answers what it has, and says Bye.
+        if not (self._goes_on() and self._client.credit and (step := self.scheduler.schedule()) is not None):
+            return False
+        self._client.submit(step, resync=self._resync)
+        self._resync = False
+        return True
 
     def _goes_on(self) -> bool:
         """Whether a step may be made. What did not happen is planned anew, once everything is answered."""

@@ -1,11 +1,13 @@
 from engine_stub.blocks import BlockPool, block_hash
+from workerproto.codec import pack
 
-A, B, C = block_hash(b"", [1, 2]), block_hash(b"", [1, 3]), block_hash(block_hash(b"", [1, 2]), [1, 3])
+ONE, OTHER = pack([1, 2]), pack([1, 3])
+A, B, C = block_hash(b"", ONE), block_hash(b"", OTHER), block_hash(block_hash(b"", ONE), OTHER)
 
 
 def test_a_hash_covers_all_that_came_before() -> None:
     assert len({A, B, C}) == 3
-    assert block_hash(b"", [1, 2]) == A
+    assert block_hash(b"", ONE) == A
 
 
 def test_what_is_let_go_is_found_until_it_is_granted_anew() -> None:

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from engine_stub.engine import Engine, StepRejected, prefill_share
-from engine_stub.request import Params
+from engine_stub.request import Params, Request
 from workerproto.client import Client, GangFailed, LeaseLost
 from workerproto.messages import Sampling
 from workerproto.operations import Profile, Sleep
@@ -69,6 +69,23 @@ def test_a_prompt_that_cannot_run_leaves_the_engine_usable(client: Client) -> No
     with pytest.raises(ValueError, match="the prompt has 64 tokens"):
         engine.generate([[1], [1] * 64], Params(5))
     assert engine.generate([[1]], Params(5))[0].tokens == continuation([1], 5, 1000)
+
+
+def test_the_first_step_goes_out_once_it_is_full(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, in_flight = Engine(client), []
+    add = engine.scheduler.add
+
+    def watched(prompt: list[int], params: Params) -> Request:
+        in_flight.append(client.unanswered)
+        return add(prompt, params)
+
+    monkeypatch.setattr(engine.scheduler, "add", watched)
+    engine.generate([[place] * 16 for place in range(5)], Params(2))
+    assert in_flight == [0, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match="the prompt has 64 tokens"):
+        engine.generate([[1] * 32, [1] * 64], Params(5))
+    assert engine.generate([[1]], Params(5))[0].tokens == continuation([1], 5, 1000)
+    assert engine.scheduler.num_free_blocks == 24
 
 
 def disturb(worker: FakeWorker, action: Callable[[FakeGang], None], every: int) -> Callable[[int, int], None]:
