@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,13 +33,13 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """tokens: the prompt, then what has come back. computed: positions scheduled, those in flight included. pending:
+    """tokens: int32, the prompt, then what has come back. computed: positions scheduled, in flight included. pending:
     samples in flight. blocks: those held, in order of position. hashes: of the full blocks of `tokens`, chained.
     longest: length at which it ends. cached: blocks of it that the pool has been told the content of.
     """
 
     id: int
-    tokens: list[int]
+    tokens: array[int]
     params: Params
     longest: int
     prompt_length: int = 0

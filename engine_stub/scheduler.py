@@ -10,6 +10,7 @@ weights as a step of four, so that two halves cost what the whole did.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
@@ -19,7 +20,7 @@ from engine_stub.blocks import BlockPool, block_hash
 from engine_stub.output import Output, read_outputs
 from engine_stub.plan import Plan
 from engine_stub.request import Params, Request, State
-from workerproto.codec import pack
+from workerproto.codec import pack, unpack
 from workerproto.messages import Result, Step
 from workerproto.steps import StepLimits
 
@@ -83,19 +84,24 @@ class Scheduler:
         return self._pool.num_free
 
     def add(self, prompt: Sequence[int], params: Params) -> Request:
-        """Queue a request, with a copy of its prompt. Raises ValueError if it can never run."""
-        longest = min(len(prompt) + params.max_tokens, self._limits.max_model_len)
-        self._judge(prompt, params, longest)
-        request = Request(self._next_id(), list(prompt), params, longest)
+        """Queue a request. Raises ValueError if it can never run."""
+        try:
+            tokens = array("i", prompt)
+        except OverflowError:
+            raise ValueError(f"a token is far from 0 … {self._limits.vocabulary - 1}") from None
+        longest = min(len(tokens) + params.max_tokens, self._limits.max_model_len)
+        self._judge(tokens, params, longest)
+        request = Request(self._next_id(), tokens, params, longest)
         self._waiting.append(request)
         return request
 
-    def _judge(self, prompt: Sequence[int], params: Params, longest: int) -> None:
+    def _judge(self, prompt: array[int], params: Params, longest: int) -> None:
         limits = self._limits
         if not 0 < len(prompt) < limits.max_model_len:
             raise ValueError(f"the prompt has {len(prompt)} tokens, 1 to {limits.max_model_len - 1} are possible")
-        outside = [token for token in prompt if not 0 <= token < limits.vocabulary]
-        if outside:
+        ids = unpack(memoryview(prompt))
+        outside = ids[(ids < 0) | (ids >= limits.vocabulary)]
+        if len(outside):
             raise ValueError(f"token {outside[0]} is not in 0 … {limits.vocabulary - 1}")
         if params.sampling.logprobs > limits.logprobs:
             raise ValueError(f"{params.sampling.logprobs} logprobs asked for, at most {limits.logprobs} are given")

@@ -60,7 +60,7 @@ def counts(step: Step) -> list[int]:
 
 
 def output(request: Request) -> list[int]:
-    return request.tokens[request.prompt_length :]
+    return request.tokens[request.prompt_length :].tolist()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -232,6 +232,8 @@ def test_logprobs_go_to_the_request_that_asked() -> None:
         ([], Params(), "the prompt has 0 tokens, 1 to 63 are possible"),
         ([1] * 64, Params(), "the prompt has 64 tokens, 1 to 63 are possible"),
         ([1, 1000], Params(), "token 1000 is not in 0 … 999"),
+        ([1, -1], Params(), "token -1 is not in 0 … 999"),
+        ([1, 2**31], Params(), "a token is far from 0 … 999"),
         ([1], Params(sampling=Sampling(logprobs=6)), "6 logprobs asked for, at most 5"),
     ],
 )
