@@ -107,15 +107,15 @@ class Engine:
         completions: list[Completion] = []
         place_of: dict[Request, int] = {}
         requests = []
-        added = 0
+        unsent = 0  # prompt tokens, about: what a step finds in the cache counts as well
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 requests.append(request := self.scheduler.add(prompt, wanted))
                 place_of[request] = place
                 completions.append(Completion(list(prompt)))
-                added += len(prompt)
-                if added >= self._prefill_tokens and not self.scheduler.in_flight:
-                    self._send_step()  # it is full: the gang works on it while the other prompts are added
+                unsent += len(prompt)
+                if unsent >= self._prefill_tokens and self._send_step():  # the gang works while others are added
+                    unsent -= self._prefill_tokens
             while not self.scheduler.idle:
                 for output in self._turn():
                     place = place_of[output.request]

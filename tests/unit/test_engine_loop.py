@@ -71,7 +71,7 @@ def test_a_prompt_that_cannot_run_leaves_the_engine_usable(client: Client) -> No
     assert engine.generate([[1]], Params(5))[0].tokens == continuation([1], 5, 1000)
 
 
-def test_the_first_step_goes_out_once_it_is_full(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_go_out_as_prompts_fill_them(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, in_flight = Engine(client), []
     add = engine.scheduler.add
 
@@ -81,7 +81,7 @@ def test_the_first_step_goes_out_once_it_is_full(client: Client, monkeypatch: py
 
     monkeypatch.setattr(engine.scheduler, "add", watched)
     engine.generate([[place] * 16 for place in range(5)], Params(2))
-    assert in_flight == [0, 0, 1, 1, 1]
+    assert in_flight == [0, 0, 1, 1, 2]
     with pytest.raises(ValueError, match="the prompt has 64 tokens"):
         engine.generate([[1] * 32, [1] * 64], Params(5))
     assert engine.generate([[1]], Params(5))[0].tokens == continuation([1], 5, 1000)
