@@ -78,6 +78,20 @@ class BlockOwners:
         """Positions up to `ends` (in 1 … block_size) of each of these distinct blocks are written by this step."""
         self._transaction.assign(self._written, blocks, ends)
 
+    def grant_if_free(self, blocks: Int32Array) -> bool:
+        """Whether `grant` would accept these blocks, at least one; if so they are granted, and stay so."""
+        each = blocks.tolist()
+        if min(each) < 0 or max(each) >= self._num_blocks or len(set(each)) != len(each) or self._owners[blocks].any():
+            return False
+        self._owners[blocks] = 1
+        self._used += len(each)
+        self._written[blocks] = 0
+        return True
+
+    def write_finally(self, blocks: Int32Array, ends: Int32Array) -> None:
+        """As `write`, but this cannot be taken back."""
+        self._written.put(blocks, ends)
+
     def forget_written(self) -> None:
         """The cache has lost its content. Who owns what stays as it is; this cannot be taken back."""
         self._written[:] = 0

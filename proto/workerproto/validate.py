@@ -3,7 +3,8 @@
 Why a transaction. Parts of a step build on each other (a finished request's blocks may be granted anew two members
 later), so the parts cannot be judged against the state before the step alone; and a step that is refused must leave
 nothing behind. So the members are carried out in the order of the spec, each judged just before, with the inverse of
-every change kept; a refusal plays the inverses back. Rows, the many, are judged with numpy in one sweep.
+every change kept; a refusal plays the inverses back. Rows, the many, are judged with numpy in one sweep. Steps that
+only decode, the many, are accepted without all this: see `decode_rows`.
 
 What a rank must know of a request is little: `computed`, the positions scheduled so far; `known_end`, the tokens known
 or being sampled; its blocks; how it samples. Ranks never look at a sampled token: whether a step is valid depends on
@@ -19,6 +20,7 @@ import numpy as np
 
 from workerproto.blocks import BlockOwners
 from workerproto.codec import Int32Array, WireError, decode_body, unpack
+from workerproto.decode_rows import DecodeRows
 from workerproto.diagnosis import malformed
 from workerproto.fields import Packed
 from workerproto.masks import Masks, OpenStep, judge_sample
@@ -62,6 +64,7 @@ class StepValidator:
         self._transaction = Transaction()
         self._blocks = BlockOwners(self.limits, self._transaction)
         self._slot_of: dict[int, int] = {}
+        self._decode_rows = DecodeRows(self.limits, self._slot_of, self.table, self._blocks)
         self._sampling: dict[int, Sampling] = {}
         self._preempted: dict[int, _Preempted] = {}
         self._free_slots = list(range(self.limits.live_requests - 1, -1, -1))
@@ -96,7 +99,7 @@ class StepValidator:
             self._judge_flags(header_flags)
             self.standing.judge_step()
             step = _decode(body)
-            accepted = self._carry_out(sequence, step)
+            accepted = self._decode_rows.accept(sequence, step) or self._carry_out(sequence, step)
         except Refusal as refusal:
             self._transaction.rollback()
             if refusal.code is not RefusalCode.AFTER_REFUSAL:
@@ -175,6 +178,7 @@ class StepValidator:
         freed = self._finish(step.finished) if len(step.finished) else []
         if len(step.preempted):
             freed += self._preempt(step.preempted)
+        freed_slots = np.array(freed, np.int32) if freed else _NONE
         prefixes: list[_Prefix] = []
         started = [self._start_new(new, before, prefixes) for new in step.new]
         started += [self._resume(resume, prefixes) for resume in step.resumed]
@@ -184,8 +188,7 @@ class StepValidator:
         if not (len(step.ids) or any(map(len, row_members(step)))):
             # Nothing but an abort, or nothing at all: steps that keep a gang company while it idles are cheap.
             self._judge_prefixes(prefixes)
-            slots = np.array(freed, np.int32) if freed else _NONE
-            return AcceptedStep(sequence, slots, started, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+            return AcceptedStep(sequence, freed_slots, started, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
         rows = read_rows(step)
         slots = judge_rows(rows, self._slot_of, self.table, self.limits)
         table, change = self.table, self._transaction.assign
@@ -199,7 +202,7 @@ class StepValidator:
         change(table.known_end, slots, np.maximum(table.known_end[slots], computed) + (rows.row_flags & _SAMPLE))
         return AcceptedStep(
             sequence,
-            np.array(freed, np.int32),
+            freed_slots,
             started,
             slots,
             rows.positions,
