@@ -97,7 +97,8 @@ class StartedRequest(NamedTuple):
 
 
 class AcceptedStep(Struct, frozen=True):
-    """A step after its check. int32 arrays; one entry a row unless said otherwise.
+    """A step after its check. int32 arrays, to be read only, steps may share them; one entry a row unless said
+    otherwise.
 
     freed_slots: slots given up by finished and preempted requests (one of them may already be a started request's
     again). started: new, then resumed requests. slots: the row's slot, stable while the request runs. positions: first

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from workerproto.codec import encode_body, pack, unpack
-from workerproto.decode_rows import DecodeRows
+from workerproto.decode_rows import DecodeRows, _Place, _Rows
 from workerproto.messages import HeaderFlag, New, Resume, RowFlag, Sampling, Step
 from workerproto.steps import AcceptedStep, Refusal, StepLimits
 from workerproto.testing.random_walk import snapshot
@@ -32,13 +32,19 @@ class _Nothing(DecodeRows):
 
 
 class _Counted(DecodeRows):
-    accepted = granted = 0
+    accepted = granted = followed = stayed = 0
 
     def accept(self, sequence: int, step: Step) -> AcceptedStep | None:
         accepted = super().accept(sequence, step)
         self.accepted += accepted is not None
         self.granted += accepted is not None and len(accepted.grants) > 0
         return accepted
+
+    def _follow(self, step: Step, last: _Rows, place: _Place) -> tuple[_Rows | None, _Place | None]:
+        rows, place_now = super()._follow(step, last, place)
+        self.followed += rows is not None and rows.slots is last.slots
+        self.stayed += place_now is not None
+        return rows, place_now
 
 
 class _Validator(StepValidator):
@@ -70,6 +76,7 @@ class Walk:
         self.seen: Counter[str] = Counter()
         self.sequence = 0
         self.next_id = 0
+        self.last: list[int] = []
 
     @property
     def counted(self) -> _Counted:
@@ -111,18 +118,22 @@ class Walk:
         return free
 
     def decode(self) -> Step:
-        """Rows for some of those that run and can decode; now and then also for one that cannot."""
+        """Rows for some of those that run and can decode, now and then also for one that cannot; or once more for those
+        that had one.
+        """
         rng, table, free = self.rng, self.general.table, self.free()
         rows: list[Row] = []
         running = list(self.general._slot_of.items())
         rng.shuffle(running)
         most = min(self.limits.rows, self.limits.tokens)
-        for request, slot in running[:most]:
+        again = self.last if rng.random() < 0.8 else []
+        for request, slot in [(request, self.general._slot_of.get(request, 0)) for request in again] or running[:most]:
             computed, known = int(table.computed[slot]), int(table.known_end[slot])
             can = known - computed == 1 and known < self.limits.max_model_len
             lacks = computed // self.limits.block_size >= table.num_blocks[slot]
-            if rng.random() < (0.9 if can else 0.03) and (free or not lacks):
+            if (again or rng.random() < (0.9 if can else 0.03)) and (free or not lacks):
                 rows.append(Row(request, computed, grants=(free.pop(),) if lacks else ()))
+        self.last = [row.id for row in rows]
         return packed(rows)
 
     def _mixed(self, room: int) -> Step:
@@ -343,5 +354,7 @@ def test_the_quick_way_walks_with_the_general_rules(limits: StepLimits, seed: in
         walk.step()
     assert walk.counted.accepted > steps / 4, walk.seen
     assert walk.counted.granted > steps / 20, walk.seen
+    assert walk.counted.followed > steps / 10, walk.seen
+    assert walk.counted.stayed > steps / 40, walk.seen
     for name in CHANGES:
         assert any(what.startswith(f"{name}: ") and not what.endswith("accepted") for what in walk.seen), name
