@@ -82,16 +82,17 @@ def run_rank(config: GangConfig, place: Place, files: RunFiles, terminal: TextIO
     from worker.rank.fault_points import FaultPoints
     from worker.rank.parent_watch import ParentWatch
     from worker.rank.place import limit_threads
+    from worker.rank.process import run
 
     fault_points = FaultPoints(os.environ.get("RANKD_FAULT", ""), place.rank, place.epoch)
     limit_threads(threads_of(config, place.local_world_size))
-    ahead = None if config.device == "fake" else Ahead(config.device_number(place.local_rank))
-    from worker.rank.process import run  # sockets and an event loop: meanwhile torch's libraries are loaded
-
+    device = config.device_number(place.local_rank)
+    ahead = None if device is None else Ahead(device)
     watch = ParentWatch(files)
     watch.add(place.parent, place.parent_started, "the launcher")
     if not place.spawned and place.local_rank == 0:
-        watch.add(*start_coordinator(place, sys.argv[1:]), "the coordinator")
+        coordinator = start_coordinator(place, sys.argv[1:])
+        watch.add_child(coordinator, "the coordinator")
     return run(config, place, files, watch, fault_points, terminal, ahead, trace=trace)
 
 

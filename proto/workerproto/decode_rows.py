@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workerproto.blocks import BlockOwners
-from workerproto.codec import Int32Array, pack, unpack
+from workerproto.codec import Int32Array, unpack
 from workerproto.messages import RowFlag, Step
 from workerproto.steps import AcceptedStep, RequestTable, StepLimits
 
@@ -59,8 +59,8 @@ class DecodeRows:
         self._cells: Int32Array = table.blocks.reshape(-1)  # a view: cell slot * blocks_per_request + place
         self._width = limits.blocks_per_request
         rows = min(limits.rows, limits.tokens)  # a row has one token
-        self._counts = pack([1] * rows)
-        self._flags = pack([int(RowFlag.SAMPLE)] * rows)
+        self._counts = np.ones(rows, "<i4").tobytes()
+        self._flags = np.full(rows, int(RowFlag.SAMPLE), "<i4").tobytes()
         self._no_grants = bytes(4 * rows)
         self._last: tuple[_Rows, _Place] | None = None
 

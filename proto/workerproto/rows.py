@@ -110,7 +110,7 @@ def judge_rows(rows: Rows, slot_of: dict[int, int], table: RequestTable, limits:
     _refuse_first(beyond, RefusalCode.BAD_COUNT, rows, "counts", ends, known, "computes tokens that nobody knows")
     early = (sampled != 0) & (ends < known)
     _refuse_first(early, RefusalCode.BAD_SAMPLE, rows, "row_flags", ends, known, "samples before its last known token")
-    lengths = np.maximum(ends, known) + sampled
+    lengths = np.maximum(ends, known).astype(np.int64) + sampled  # one more than the longest there can be
     long = lengths > limits.max_model_len
     _refuse_first(long, RefusalCode.TOO_LONG, rows, "positions", lengths, limits.max_model_len, "grows too long")
     _judge_grant_counts(rows, table.num_blocks[slots], ends, limits)
@@ -196,7 +196,7 @@ def _refuse_first(
     code: RefusalCode,
     rows: Rows,
     field: str,
-    values: Int32Array,
+    values: Int32Array | NDArray[np.int64],
     bounds: Int32Array | int | str,
     what: str,
 ) -> None:

@@ -142,20 +142,25 @@ from worker.rank import coordinator_start
 real = coordinator_start.start_coordinator
 
 def start(place, arguments):
-    identity = real(place, arguments)
-    os.kill(identity[0], signal.SIGKILL)
-    return identity
+    coordinator = real(place, arguments)
+    os.kill(coordinator.pid, signal.HOW)
+    os.waitid(os.P_PID, coordinator.pid, os.WEXITED | os.WNOWAIT)
+    return coordinator
 
 coordinator_start.start_coordinator = start
 """
 
 
-def test_a_rank_that_comes_after_the_coordinator_that_it_started_has_ended(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "code"), [("SIGKILL", ExitCode.PARENT_GONE), ("SIGTERM", ExitCode.OK)])
+def test_a_rank_that_comes_after_the_coordinator_that_it_started_has_ended(
+    run_dir: Path, tmp_path: Path, how: str, code: ExitCode
+) -> None:
     """Others may have come and gone by then; who said no Hello gets no Welcome, and is told of no end."""
-    with launched(run_dir, tmp_path, (0, ["-pp", "1"]), BEFORE_MAIN=ENDS_UNHEARD) as running:
+    patch = ENDS_UNHEARD.replace("HOW", how)
+    with launched(run_dir, tmp_path, (0, ["-pp", "1"]), BEFORE_MAIN=patch) as running:
         assert running.wait_exit(WAIT_S) == 0
-        assert "the coordinator is gone" in running.said
-        assert f"rank 0 ended with {ExitCode.PARENT_GONE:d}" in running.said
+        assert ("the coordinator is gone" in running.said) == (code != ExitCode.OK)
+        assert f"rank 0 ended with {code:d}" in running.said
         running.wait_nothing_left()
 
 

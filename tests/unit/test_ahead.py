@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,22 +10,6 @@ import pytest
 from worker.memory.neighbours import Neighbours
 from worker.rank import ahead
 from worker.rank.ahead import Ahead, open_context
-
-LOADED = """
-import sys
-from pathlib import Path
-from worker.rank.ahead import Ahead
-Ahead(None).wait()
-assert "torch" not in sys.modules
-assert "libtorch_cpu" in Path("/proc/self/maps").read_text()
-import torch
-print(float(torch.ones(3).sum()))
-"""
-
-
-def test_torchs_libraries_are_loaded_before_torch_is_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.stderr) == ("3.0\n", "")
 
 
 class _Driver:
@@ -66,7 +48,7 @@ def test_what_cannot_be_done_ahead_fails_nobody(monkeypatch: pytest.MonkeyPatch)
     def fails(*_: object) -> None:
         raise OSError("no such library")
 
-    for work in ("_load_torch", "_open_context", "_digest_triton"):
+    for work in ("_open_context", "_digest_triton"):
         monkeypatch.setattr(ahead, work, fails)
     begun = Ahead(0)
     assert begun.neighbours() is None

@@ -270,3 +270,15 @@ def test_a_new_lease_forgets_requests_and_what_was_written() -> None:
 
 def test_logprobs_may_be_as_many_as_the_bound() -> None:
     StepValidator(replace(LIMITS, logprobs=0)).check(1, 0, encode_body(Step(new=[new(8, 1, [], logprobs=0)])))
+
+
+def test_the_longest_request_that_int32_can_count_ends_where_its_limit_says() -> None:
+    longest = 2**31 - 1
+    validator = StepValidator(StepLimits(4, 2**30, 50, longest, 8, 4, 2, 0))
+    validator.check(1, 0, encode_body(rows((1, 0, 1, S), new=[new(1, 1, [0, 1])])))
+    validator.table.computed[:] = longest - 2  # two thousand million steps on
+    validator.table.known_end[:] = longest - 1
+    validator.check(2, 0, encode_body(rows((1, longest - 2, 1, S))))
+    with pytest.raises(Refusal) as raised:
+        validator.check(3, 0, encode_body(rows((1, longest - 1, 1, S))))
+    assert (raised.value.code, raised.value.value) == (R.TOO_LONG, str(longest + 1))

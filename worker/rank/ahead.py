@@ -1,9 +1,9 @@
-"""What a start waits for outside of Python, in threads of its own while the compute thread imports torch.
+"""What a start on CUDA waits for outside of Python, in threads of its own while the compute thread imports torch.
 
-That import is one core's work, a second or three of it, under the interpreter's lock. Loading torch's libraries, making
-a CUDA context and Triton's digest of itself (400 MB that it reads before its first kernel) take about another two, of
-which none needs the lock. Nothing here decides or fails: what is done ahead is found done by whoever needs it, and what
-could not be done is tried there again, by code that can say what is wrong.
+That import is one core's work, a second or three of it, under the interpreter's lock. Making a CUDA context and
+Triton's digest of itself (400 MB that it reads before its first kernel) take another half to one, and do not need the
+lock. (Loading torch's libraries does: ctypes keeps it.) Nothing here decides or fails: what is done ahead is found done
+by whoever needs it, and what could not be done is tried there again, by code that can say what is wrong.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -22,38 +20,23 @@ _log = logging.getLogger("rankd.boot")
 
 
 class Ahead:
-    """device: a CUDA device's number, None for a CPU."""
+    """device: its number among the visible ones."""
 
-    def __init__(self, device: int | None) -> None:
-        pool = ThreadPoolExecutor(3, "ahead")
-        self._work: list[Future[Any]] = [pool.submit(_load_torch, device is not None)]
-        self._context: Future[Neighbours | None] | None = None
-        if device is not None:
-            self._context = pool.submit(_open_context, device)
-            self._work += self._context, pool.submit(_digest_triton)
+    def __init__(self, device: int) -> None:
+        pool = ThreadPoolExecutor(2, "ahead")
+        self._context = pool.submit(_open_context, device)
+        self._work: tuple[Future[Any], ...] = (self._context, pool.submit(_digest_triton))
         pool.shutdown(wait=False)
 
     def neighbours(self) -> Neighbours | None:
         """Of the device, from before it was used; None where that is for the caller to find. Waits for the context."""
-        if self._context is None or self._context.exception() is not None:
-            return None
-        return self._context.result()
+        return None if self._context.exception() is not None else self._context.result()
 
     def wait(self) -> None:
         """Before anything of it is needed: two that need the same thing at once would both do it."""
         for work in self._work:
             if (error := work.exception()) is not None:
                 _log.info("not done ahead, by what follows", exc_info=error)
-
-
-def _load_torch(cuda: bool) -> None:
-    """As torch does it first of all, with all that the library is linked with."""
-    spec = find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return
-    folder = Path(spec.submodule_search_locations[0], "lib")
-    ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(folder / ("libtorch_cuda.so" if cuda else "libtorch_cpu.so")))
 
 
 def _open_context(device: int) -> Neighbours | None:

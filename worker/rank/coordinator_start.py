@@ -11,15 +11,15 @@ import subprocess
 import sys
 
 from worker.exit_codes import ExitCode, Failure
-from worker.processes import die_when_asked, started_at
+from worker.processes import die_when_asked
 from worker.rank.place import Place
 
 START_LIMIT_S = 30.0
 END_LIMIT_S = 5.0  # from its last word to its end
 
 
-def start_coordinator(place: Place, arguments: list[str]) -> tuple[int, int]:
-    """Its pid and start tick, once it takes connections. Raises Failure with the coordinator's exit code if that fails.
+def start_coordinator(place: Place, arguments: list[str]) -> subprocess.Popen[str]:
+    """The coordinator, once it takes connections. Raises Failure with its exit code if that fails.
 
     To be watched from then on: it may have ended for what befell other ranks before this one has come to it, and would
     never say Welcome.
@@ -51,4 +51,4 @@ def start_coordinator(place: Place, arguments: list[str]) -> tuple[int, int]:
             ) from None
         # It has said why itself.
         raise Failure(ExitCode(code) if code in set(ExitCode) else ExitCode.STEP, "")
-    return process.pid, started_at(process.pid)  # it has not been waited for: so the pid is still its own
+    return process

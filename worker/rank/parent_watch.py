@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import select
+import subprocess
 import threading
 
 from worker.exit_codes import ExitCode
-from worker.processes import open_process
+from worker.processes import open_process, started_at
 from worker.run_files import RunFiles, sweep
 
 LAST_WORD_S = 0.5
@@ -24,6 +25,7 @@ class ParentWatch:
         self._names: dict[int, str] = {}
         self._epoll = select.epoll()
         self._expected = threading.Event()
+        self._child: subprocess.Popen[str] | None = None
         threading.Thread(target=self._watch, name="parent watch", daemon=True).start()
 
     def add(self, pid: int, started: int, name: str) -> None:
@@ -31,9 +33,15 @@ class ParentWatch:
         try:
             fd = open_process(pid, started)
         except ProcessLookupError:
-            self._leave(name)
+            return self._leave(name)
         self._names[fd] = name
         self._epoll.register(fd, select.EPOLLIN)
+
+    def add_child(self, process: subprocess.Popen[str], name: str) -> None:
+        """One that this process has started. If it ends in order, with 0, so does this one: it may have had no time to
+        tell us."""
+        self._child = process
+        self.add(process.pid, started_at(process.pid), name)  # it was not waited for, so the pid is still its own
 
     def expect_ends(self) -> None:
         """From now on this process is leaving by itself."""
@@ -52,6 +60,8 @@ class ParentWatch:
     def _leave(self, name: str) -> None:
         if self._expected.is_set():
             return
+        if self._child is not None and self._child.poll() == 0:
+            os._exit(ExitCode.OK)
         # On a thread of its own: whoever holds a log's lock may be stuck in writing to a reader that is gone too.
         line = f"{name} is gone, so process {os.getpid()} ends too"
         word = threading.Thread(target=_log.error, args=(line,), daemon=True)
