@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.test_device_step import step_of
 from worker.execution.batch import inputs_of, rows_of, samples_of
-from worker.execution.device_step import ALIGNED, Padding, eager_arrays, packet_capacity, padding_arrays
-from worker.execution.graph_step import SAMPLED, graph_inputs, graph_samples, write_graph_step
+from worker.execution.device_step import SAMPLED, Padding, aligned, eager_arrays, packet_capacity, padding_arrays
+from worker.execution.graph_step import graph_inputs, graph_samples, write_graph_step
 from worker.execution.slots import Int32Array, RequestSlots
 from workerproto.messages import Sampling
 from workerproto.steps import AcceptedStep, StartedRequest
@@ -24,9 +24,9 @@ def parts_of(packet: Int32Array, size: int) -> dict[str, Int32Array]:
     found, start = {}, 0
     for name, array in padding_arrays(size, PADDING, BLOCK)._asdict().items():
         found[name] = packet[start : start + array.size]
-        start += -(-array.size // ALIGNED) * ALIGNED
+        start += aligned(array.size)
     width = int(found["header"][0])
-    tables_at = start - -(-size // ALIGNED) * ALIGNED  # the last array is the tables, captured one block wide
+    tables_at = start - aligned(size)  # the last array is the tables, captured one block wide
     found["tables"] = packet[tables_at : tables_at + size * width].reshape(size, width)
     return found
 

@@ -17,13 +17,14 @@ from workerproto.messages import RowFlag
 from workerproto.steps import AcceptedStep
 
 ALIGNED = 4  # int32 elements: 16 bytes. Each array begins at a multiple, so that kernels see the same in every step
+SAMPLED = -1  # an input that is the slot's last sampled token
 
 
 class StepArrays(NamedTuple):
     """T tokens, S samples, D rows of one query, which come first; in the order in which they are sent."""
 
     header: Int32Array  # [2] blocks a row of the tables, outbox
-    known: Int32Array  # [T] the input, or -1 where it is the slot's last sampled token
+    known: Int32Array  # [T] the input, or SAMPLED
     slots: Int32Array  # [T] by token
     positions: Int32Array  # [T]
     mapping: Int32Array  # [T] cache slot
@@ -62,6 +63,11 @@ class Padding(NamedTuple):
 
     slot: int  # of `last_tokens`
     block: int
+
+
+def aligned(elements: int) -> int:
+    """What they take in a packet."""
+    return -(-elements // ALIGNED) * ALIGNED
 
 
 def packet_capacity(tokens: int, rows: int, width: int) -> int:
@@ -134,5 +140,5 @@ def known_of(inputs: Inputs | None, tokens: int) -> Int32Array:
     if inputs is None:
         return np.zeros(tokens, np.int32)
     known = inputs.known.astype(np.int32)
-    known[inputs.places] = -1
+    known[inputs.places] = SAMPLED
     return known

@@ -1,8 +1,8 @@
 """A step that a captured graph takes, written straight into its pinned packet.
 
 For these steps the host has the least time: on a small model the device is done with one in 0.8 ms, in which the rank
-receives, judges, builds and launches the next, and reads out the last. A call of numpy takes 2 µs, and 5 to 10 where
-other work has pushed it out of the processor's caches. So this is `batch` and `device_step` once more, with as few
+receives, judges, builds and launches the next, and reads out the last. And numpy in a gang takes three to four times
+what it takes hot in a loop (docs/gpu_log.md). So this is `batch` and `device_step` once more, with as few
 calls as it takes; a test holds the two against each other.
 """
 
@@ -11,12 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from worker.execution.batch import Samples, inputs_of, samples_of
-from worker.execution.device_step import ALIGNED, Padding, known_of
+from worker.execution.device_step import ALIGNED, SAMPLED, Padding, aligned, known_of
 from worker.execution.slots import Int32Array, RequestSlots
 from workerproto.messages import RowFlag
 from workerproto.steps import AcceptedStep
 
-SAMPLED = -1  # an input that is the slot's last sampled token
 _SAMPLE = int(RowFlag.SAMPLE)
 
 
@@ -45,7 +44,7 @@ def write_graph_step(
     them for nobody.
     """
     rows, slots, positions = step.num_rows, step.slots, step.positions
-    stride = -(-size // ALIGNED) * ALIGNED
+    stride = aligned(size)
     start = ALIGNED + 5 * stride
     columns = packet[ALIGNED:start].reshape(5, stride)
     block = positions // block_size

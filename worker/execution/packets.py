@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.execution.device_step import ALIGNED
+from worker.execution.device_step import aligned
 from worker.execution.slots import Int32Array
 from worker.layers.launch import Launcher, blocks
 from worker.layers.triton_kernels import copy_packet
@@ -22,12 +22,11 @@ class Packets:
     order of the stream that is current now, so that captured graphs find it.
 
     outboxes: int32 [in_flight, 2, rows] in pinned memory, written by the device: tokens, and 1 where the row's logits
-    were not finite. A kernel's own stores, since a copy would take the host several calls a step, and the device more
-    time than they do.
+    were not finite. By a kernel's own stores, since a copy takes the host several calls a step.
     """
 
     def __init__(self, in_flight: int, capacity: int, rows: int, device: torch.device) -> None:
-        capacity = -(-capacity // ALIGNED) * ALIGNED
+        capacity = aligned(capacity)
         self.stream = torch.cuda.current_stream(device)
         self.copy = Launcher(copy_packet, device, _COPIED)
         pinned = torch.empty((in_flight, capacity), dtype=torch.int32, pin_memory=True)
@@ -83,5 +82,5 @@ def _starts(arrays: Sequence[Int32Array]) -> list[int]:
     starts, used = [], 0
     for array in arrays:
         starts.append(used)
-        used += -(-array.size // ALIGNED) * ALIGNED
+        used += aligned(array.size)
     return starts
