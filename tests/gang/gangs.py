@@ -22,6 +22,7 @@ from workerproto.rundir import endpoint_of
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 60.0
+SHOWN = 8192  # characters of what a gang said last, where a test fails
 WORKERCTL = [sys.executable, "-m", "worker.ctl"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -189,3 +190,4 @@ def gang(
         yield running
     finally:
         running.end()
+        print(f"gang {name!r}, rc {running.process.returncode}, said:\n{running.said[-SHOWN:]}")

@@ -2,9 +2,27 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from worker.rank.status_file import PHASES, SIZE, StatusWriter, create_status_file, read_status
+
+READINGS = 100_000
+BUSY = """
+import sys
+from pathlib import Path
+from worker.rank.status_file import StatusWriter
+writer = StatusWriter(epoch=3, threads=2)
+writer.attach(Path(sys.argv[1]))
+sequence = 1 << 40
+while True:
+    writer.begin_step(sequence)
+    writer.progress(sequence, sequence)
+    writer.end_step(sequence)
+    sequence += 1
+"""
 
 
 def test_what_is_written_is_read_while_it_is_written(tmp_path: Path) -> None:
@@ -35,6 +53,27 @@ def test_what_is_written_is_read_while_it_is_written(tmp_path: Path) -> None:
     status = read_status(record)
     assert status is not None
     assert status.live_requests == 0
+
+
+def test_no_reading_is_of_half_a_field(tmp_path: Path) -> None:
+    """One that was had a step of a gang in the best of health be older than the host, which then was past its limit."""
+    record = create_status_file(tmp_path / "status")
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path / "status")]) as writer:
+        try:
+            while (status := read_status(record)) is None or not status.steps_done:
+                assert writer.poll() is None
+                assert time.monotonic() - began < 60
+            for _ in range(READINGS):
+                status = read_status(record)
+                assert status is not None
+                assert status.phase in ("boot", "ready", "step")
+                assert status.phase_s <= time.monotonic() - began, status
+                assert status.step_age_s is not None
+                assert status.step_age_s <= time.monotonic() - began, status
+                assert (status.step or 0) >> 40 == status.live_requests >> 40 == status.done >> 40 == 1, status
+        finally:
+            writer.kill()
 
 
 def test_layout_of_the_spec(tmp_path: Path) -> None:

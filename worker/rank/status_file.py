@@ -5,7 +5,11 @@
     done:u64 total:u64                                  bytes of weights, while loading                offset 72
 
 Little-endian; times are seconds of the host's monotonic clock; `phase` counts in PHASES; `step` is a gang sequence.
-Written without a lock: a reader may see one field a step older than its neighbour, and never waits.
+Written without a lock: a reader may see one field a step older than its neighbour, and never waits. Each field is
+written and read at once, each time before what it is of, which is read first: so no age is taken from a time that is
+older than the phase or the step beside it. `struct` would do neither: `pack_into` clears all that it is about to
+write, and its little-endian formats go byte by byte; a step seen beside a cleared time is as old as the host, and past
+every limit.
 """
 
 from __future__ import annotations
@@ -27,8 +31,7 @@ SIZE = 128
 _MAGIC = b"RKST"
 _VERSION = 1
 _FIXED = struct.Struct("<4sIIIII")
-_NOW = struct.Struct("<IIdQdQQ")
-_PROGRESS = struct.Struct("<QQ")
+_PHASE, _SINCE, _STEP_SEQUENCE, _STEP_SINCE, _STEPS_DONE, _LIVE, _DONE, _TOTAL = range(24 // 8, 24 // 8 + 8)  # in words
 _READY, _STEP = PHASES.index("ready"), PHASES.index("step")
 
 
@@ -38,7 +41,7 @@ class StatusWriter:
     """
 
     def __init__(self, epoch: int, threads: int) -> None:
-        self._record: bytearray | mmap.mmap = bytearray(SIZE)
+        self._hold(bytearray(SIZE))
         self.phase = PHASES[0]
         self.step: int | None = None
         self.steps_done = 0
@@ -46,15 +49,21 @@ class StatusWriter:
         self._step_since = 0.0
         self._under_way: deque[int] = deque()
         self._lock = threading.Lock()
-        _FIXED.pack_into(self._record, 0, _MAGIC, _VERSION, os.getpid(), epoch, threads, 0)
+        self._bytes[: _FIXED.size] = _FIXED.pack(_MAGIC, _VERSION, os.getpid(), epoch, threads, 0)
         self.enter(PHASES[0])
+
+    def _hold(self, record: bytearray | mmap.mmap) -> None:
+        self._bytes = view = memoryview(record)
+        self._words, self._times = view.cast("Q"), view.cast("d")
 
     def attach(self, path: Path) -> None:
         """Go on in the file, which the coordinator has made (SIZE bytes)."""
         with open(path, "r+b") as file:
             mapped = mmap.mmap(file.fileno(), SIZE)
-        mapped[:] = bytes(self._record)
-        self._record = mapped
+        content = bytes(self._bytes)
+        mapped[8:] = content[8:]
+        mapped[:8] = content[:8]  # by which a reader knows that the rest is there
+        self._hold(mapped)
 
     def enter(self, phase: str) -> None:
         with self._lock:
@@ -88,7 +97,7 @@ class StatusWriter:
         self.enter("ready")
 
     def progress(self, done: int, total: int) -> None:
-        _PROGRESS.pack_into(self._record, 72, done, total)
+        self._words[_DONE], self._words[_TOTAL] = done, total
 
     def _show_oldest(self) -> None:
         self.phase, self.step = "step", self._under_way[0]
@@ -96,7 +105,13 @@ class StatusWriter:
         self._write(_STEP, now)
 
     def _write(self, phase: int, since: float) -> None:
-        _NOW.pack_into(self._record, 24, phase, 0, since, self.step or 0, self._step_since, self.steps_done, self._live)
+        words, times = self._words, self._times
+        times[_SINCE] = since
+        times[_STEP_SINCE] = self._step_since
+        words[_STEP_SEQUENCE] = self.step or 0
+        words[_STEPS_DONE] = self.steps_done
+        words[_LIVE] = self._live
+        words[_PHASE] = phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +135,15 @@ def read_status(record: bytes | mmap.mmap) -> RankStatus | None:
     magic, version, pid, epoch, threads, _ = _FIXED.unpack_from(record, 0)
     if magic != _MAGIC or version != _VERSION:
         return None
-    phase, _, since, step, step_since, done_steps, live = _NOW.unpack_from(record, 24)
-    done, total = _PROGRESS.unpack_from(record, 72)
+    view = memoryview(record)
+    words, times = view.cast("Q"), view.cast("d")
+    phase, since = PHASES[words[_PHASE]], times[_SINCE]
+    step, step_since = words[_STEP_SEQUENCE], times[_STEP_SINCE]
     now = time.monotonic()
     return RankStatus(
-        pid, epoch, threads, PHASES[phase], max(0.0, now - since), step or None,
-        max(0.0, now - step_since) if step else None, done_steps, live, done, total,
+        pid, epoch, threads, phase, max(0.0, now - since), step or None,
+        max(0.0, now - step_since) if step and step_since else None,
+        words[_STEPS_DONE], words[_LIVE], words[_DONE], words[_TOTAL],
     )  # fmt: skip
 
 
