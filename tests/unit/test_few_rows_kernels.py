@@ -93,7 +93,9 @@ def rotated(query: Tensor, norm: HeadNorm | None, frequencies: Tensor, position:
     return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), 1).to(HALF).double()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 17])
+@pytest.mark.parametrize(
+    ("rows", "most"), [*((rows, 16) for rows in (1, 2, 3, 4, 5, 8, 16, 17)), (17, 32), (32, 32)]
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("outputs", "inputs", "tuning"),
     [
@@ -102,8 +104,9 @@ def rotated(query: Tensor, norm: HeadNorm | None, frequencies: Tensor, position:
     ],
 )  # fmt: skip
 def test_products_with_what_stands_around_them(
-    rows: int, outputs: int, inputs: int, tuning: Any, monkeypatch: pytest.MonkeyPatch
+    rows: int, most: int, outputs: int, inputs: int, tuning: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(small_products, "SOME_ROWS", most)
     monkeypatch.setattr(small_products, "_FEW_ROWS", dict.fromkeys((1, 2, 4), 1 << 30))
     chosen = None if tuning is None else small_products._SomeRows(*tuning)
     monkeypatch.setattr(small_products, "some_tuning", lambda outputs, inputs: chosen)

@@ -56,18 +56,19 @@ def few_rows_product(
 @triton.jit(do_not_specialize=["rows"])
 def some_rows_product(
     x, weight, out, partial, arrived, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, MOST_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As `few_rows_product` on the matrix units, which take the weight's rows where they expect the larger side.
 
     The inputs are cut into SPLITS, so that few outputs keep all multiprocessors reading; the split that arrives last
-    sums them in their order. rows: at most 16. partial float32 [OUTPUTS / BLOCK_OUT, SPLITS, BLOCK_OUT, 16], arrived
-    int32 [OUTPUTS / BLOCK_OUT], zero before and after. (A norm in here kept the inputs out of the asynchronous copies:
-    14.6 us for 7.3 of 4096 x 1024 on an H200.)
+    sums them in their order. rows: at most MOST_ROWS, a power of two from 16. partial float32
+    [OUTPUTS / BLOCK_OUT, SPLITS, BLOCK_OUT, MOST_ROWS], arrived int32 [OUTPUTS / BLOCK_OUT], zero before and after. (A
+    norm in here kept the inputs out of the asynchronous copies: 14.6 us for 7.3 of 4096 x 1024 on an H200.)
     """
     block, split = tl.program_id(0), tl.program_id(1)
     o = _outputs(block, OUTPUTS, KIND, BLOCK_OUT)
-    i, r = tl.arange(0, BLOCK_IN), tl.arange(0, 16)
+    i, r = tl.arange(0, BLOCK_IN), tl.arange(0, MOST_ROWS)
     inside = (r < rows)[None, :]
     share: tl.constexpr = INPUTS // SPLITS
     weights = weight + o[:, None] * INPUTS + split * share + i[None, :]
@@ -80,14 +81,15 @@ def some_rows_product(
     if SPLITS == 1:
         _store_product(out, total, block, r, rows, OUTPUTS, KIND, BLOCK_OUT)
     else:
-        part = tl.arange(0, BLOCK_OUT)[:, None] * 16 + r[None, :]
-        tl.store(partial + (block * SPLITS + split) * BLOCK_OUT * 16 + part, total)
+        part = tl.arange(0, BLOCK_OUT)[:, None] * MOST_ROWS + r[None, :]
+        tl.store(partial + (block * SPLITS + split) * BLOCK_OUT * MOST_ROWS + part, total)
         tl.debug_barrier()  # all threads have written before one of them says so
         if tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1:
             tl.debug_barrier()
-            whole = tl.zeros((BLOCK_OUT, 16), tl.float32)
+            whole = tl.zeros((BLOCK_OUT, MOST_ROWS), tl.float32)
             for other in tl.static_range(SPLITS):
-                whole += tl.load(partial + (block * SPLITS + other) * BLOCK_OUT * 16 + part, cache_modifier=".cg")
+                its = partial + (block * SPLITS + other) * BLOCK_OUT * MOST_ROWS + part
+                whole += tl.load(its, cache_modifier=".cg")
             _store_product(out, whole, block, r, rows, OUTPUTS, KIND, BLOCK_OUT)
             tl.store(arrived + block, 0)
 

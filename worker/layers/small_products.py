@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.layers.launch import Launcher
+from worker.layers.launch import Launcher, power_of_two
 from worker.layers.linear import SOME_ROWS, Products
 from worker.layers.norm import RMSNorm
 from worker.layers.product_kernels import ADDED, GATED, PLAIN, few_rows_product, some_rows_product
@@ -89,19 +89,20 @@ class SmallProducts(Products):
             launch = self._few(kind, rows, norm is not None)
             launch((self.outputs // self.block_out, 1, 1), x, weight, out, norm_weight, eps)
         else:
-            partial = x.new_empty(self.outputs * some.splits * 16, dtype=torch.float32)
+            most = max(16, power_of_two(rows))  # 16 are the fewest that a matrix unit takes
+            partial = x.new_empty(self.outputs * some.splits * most, dtype=torch.float32)
             grid = (self.outputs // some.outputs, some.splits, 1)
-            self._some(kind)(grid, x, weight, out, partial, self.arrived, rows)
+            self._some(kind, most)(grid, x, weight, out, partial, self.arrived, rows)
         return out
 
     def _few_launcher(self, kind: Any, rows: int, norm: bool) -> Launcher:
         sizes = (rows, self.outputs, self.inputs, norm, kind, self.block_out, self.block_in)
         return Launcher(few_rows_product, self.device, *sizes)
 
-    def _some_launcher(self, kind: Any) -> Launcher:
+    def _some_launcher(self, kind: Any, most_rows: int) -> Launcher:
         assert self.tuning is not None
         block_out, block_in, splits, warps, stages = self.tuning
-        sizes = (self.outputs, self.inputs, kind, splits, block_out, block_in)
+        sizes = (self.outputs, self.inputs, kind, splits, block_out, block_in, most_rows)
         return Launcher(some_rows_product, self.device, *sizes, num_warps=warps, num_stages=stages)
 
 
