@@ -111,11 +111,9 @@ class Incarnation:
         try:
             agent = RankProcess(pid, started)
         except ProcessLookupError:
-            return self._agent_gone()
-        agent.exited.add_done_callback(lambda _: self._agent_gone())
-
-    def _agent_gone(self) -> None:
-        self.gang.ending.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
+            return gang.ending.launcher_gone()
+        gang.ending.launcher = agent.exited
+        agent.exited.add_done_callback(lambda _: gang.ending.launcher_gone())
 
     async def _listen(self, rank: int) -> None:
         while True:

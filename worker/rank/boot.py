@@ -155,6 +155,7 @@ def _note(seat: Seat) -> Callable[[str], None]:
 def _meet(seat: Seat, device: torch.device, dtype: torch.dtype) -> Groups:
     """Roll-call through the coordinator, which knows who is missing, and only then the store, which does not."""
     config, place = seat.config, seat.place
+    seat.await_welcome()
     seat.enter("rendezvous")
     versions = {"torch": str(torch.__version__), **_nccl(device)}
     seat.roll_call(_identity(device, config, place), torch.get_num_threads(), versions)

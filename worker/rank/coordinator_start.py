@@ -49,6 +49,8 @@ def start_coordinator(place: Place, arguments: list[str]) -> subprocess.Popen[st
             raise Failure(
                 ExitCode.LIMIT, f"the coordinator neither took connections within {START_LIMIT_S:g} s nor ended"
             ) from None
-        # It has said why itself.
-        raise Failure(ExitCode(code) if code in set(ExitCode) else ExitCode.STEP, "")
+        if code in set(ExitCode):  # it has said why itself
+            raise Failure(ExitCode(code), "")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        raise Failure(ExitCode.STEP, f"the coordinator {how} before it took connections")
     return process

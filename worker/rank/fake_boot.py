@@ -37,6 +37,7 @@ def bring_up(seat: Seat) -> StepLoop:
     config = seat.config
     topology = config.topology(seat.place.rank)
     seat.fault_points.reach("boot")
+    seat.await_welcome()
     seat.enter("rendezvous")
     seat.roll_call("fake", seat.threads, {})
     runner = FakeRunner(topology, config.block_size, seat.fault_points.reach)

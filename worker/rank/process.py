@@ -71,7 +71,7 @@ class _RankProcess:
         self._threads = threads_of(config, place.local_world_size)
         self._status = StatusWriter(place.epoch, self._threads)
         self._steps: StepLoop | None = None
-        self._welcomed = False
+        self._welcomed = threading.Event()
         self._deadline = time.monotonic() + config.limits.startup + STARTUP_BACKSTOP_S
 
     async def main(self) -> ExitCode:
@@ -99,10 +99,10 @@ class _RankProcess:
 
     def _handle(self, message: ToRank) -> None:
         if isinstance(message, Welcome):
-            self._welcomed = True
             self._open_log()
             self._status.attach(self._files.status(self._place.rank))
             self._watch.add(message.pid, message.started, "the coordinator")
+            self._welcomed.set()
         elif isinstance(message, LogLevel):
             set_level(message.level)
             _log.info(f"log level: {message.level}")
@@ -119,7 +119,7 @@ class _RankProcess:
     def _asked_to_stop(self, number: signal.Signals) -> None:
         self._control.report(StopAsked(number.name))
         # Without a coordinator there is no gang yet that would have to end in order.
-        has_coordinator = self._welcomed or self._place.spawned
+        has_coordinator = self._welcomed.is_set() or self._place.spawned
         self._loop.call_later(STOP_GRACE_S if has_coordinator else 0, self._finish, ExitCode.OK)
 
     async def _beat(self) -> None:
@@ -137,7 +137,7 @@ class _RankProcess:
             seat = Seat(
                 self._config, self._place, self._threads, self._control, self._status, self._fault_points,
                 self._step_socket, self._answer_socket, self._fail, self._deadline,
-                self._files.trace(self._place.rank), self._ahead,
+                self._files.trace(self._place.rank), self._ahead, self._welcomed,
             )  # fmt: skip
             self._steps = bring_up(seat)
             self._steps.run()

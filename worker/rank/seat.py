@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from worker.config import GangConfig
+from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import KvConfig, Phase, Present, Proceed
 from worker.rank.ahead import Ahead
 from worker.rank.control import Control
@@ -41,12 +44,18 @@ class Seat:
     deadline: float
     trace_file: Path
     ahead: Ahead | None  # None where nothing is to be had ahead
+    welcomed: threading.Event  # by the coordinator; from then on it sees the status
 
     def enter(self, phase: str) -> None:
         self.status.enter(phase)
         self.control.report(Phase(phase))
         _log.info(f"phase {phase}")
         self.fault_points.reach(phase)
+
+    def await_welcome(self) -> None:
+        """Of what a rank does before, nobody would be told the phase. Raises Failure at the deadline."""
+        if not self.welcomed.wait(max(0.0, self.deadline - time.monotonic())):
+            raise Failure(ExitCode.LIMIT, "the coordinator did not say Welcome within the start-up limit")
 
     def roll_call(self, device: str, threads: int, versions: Mapping[str, str]) -> None:
         """Returns once all ranks are there and run the same; the coordinator, which knows who is missing, judges that.

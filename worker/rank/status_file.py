@@ -60,10 +60,11 @@ class StatusWriter:
         """Go on in the file, which the coordinator has made (SIZE bytes)."""
         with open(path, "r+b") as file:
             mapped = mmap.mmap(file.fileno(), SIZE)
-        content = bytes(self._bytes)
-        mapped[8:] = content[8:]
-        mapped[:8] = content[:8]  # by which a reader knows that the rest is there
-        self._hold(mapped)
+        with self._lock:
+            content = bytes(self._bytes)
+            mapped[8:] = content[8:]
+            mapped[:8] = content[:8]  # by which a reader knows that the rest is there
+            self._hold(mapped)
 
     def enter(self, phase: str) -> None:
         with self._lock:
@@ -97,7 +98,8 @@ class StatusWriter:
         self.enter("ready")
 
     def progress(self, done: int, total: int) -> None:
-        self._words[_DONE], self._words[_TOTAL] = done, total
+        with self._lock:
+            self._words[_DONE], self._words[_TOTAL] = done, total
 
     def _show_oldest(self) -> None:
         self.phase, self.step = "step", self._under_way[0]
