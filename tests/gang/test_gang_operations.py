@@ -79,8 +79,8 @@ def test_a_cache_that_the_scheduler_sizes_and_an_end_in_the_stream(run_dir: Path
             assert isinstance(client.receive(LIMIT_S).message, Result)
 
             client.submit(Step())
-            assert operator_asks(running, Wake())["refused"]["code"] == "NOT_ASLEEP"
             assert isinstance(client.receive(LIMIT_S).message, Result)
+            assert operator_asks(running, Wake())["refused"]["code"] == "NOT_ASLEEP"
             told = client.receive(LIMIT_S).message
             assert isinstance(told, Event)
             assert (told.state, told.facts) == ("READY", facts)
