@@ -70,7 +70,7 @@ def test_weights_that_have_no_room_are_not_read(
 ) -> None:
     wanted = config(tmp_path, *share, vocab_size=5 << 19)  # twice 48 columns of 4 bytes: 960 MiB
     host = SimpleNamespace(available=available * MIB)
-    monkeypatch.setattr("worker.rank.memory_plan.psutil.virtual_memory", lambda: host)
+    monkeypatch.setattr("worker.memory.host_memory.psutil.virtual_memory", lambda: host)
     device = Device(outside=50 * MIB, total=(1 << 20 if "1TiB" in share else 1000) * MIB)
     with pytest.raises(ValueError, match=r"the weights of this rank take \d{10} bytes, ") as refused:
         MemoryPlan(wanted, PLACE, Books(device), alone, Notes())

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
-import psutil
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch does not list them in __all__
 
@@ -17,6 +16,7 @@ from worker.execution.handles import make_handles
 from worker.execution.make_runner import make_runner
 from worker.execution.runner import MOST_GRAPH_ROWS, RunnerConfig
 from worker.gang_messages import KvOffer, Loaded, Note, Phase, Warm
+from worker.memory.host_memory import available_bytes
 from worker.memory.ledger import Books
 from worker.memory.probe import MemoryProbe, ProbeSettings, open_probe
 from worker.memory.simulated_device import SimulatedDevice
@@ -143,7 +143,7 @@ def _nccl(device: torch.device) -> dict[str, str]:
 def _probe(seat: Seat, device: torch.device) -> MemoryProbe:
     """Before the first CUDA call of this thread: see `CudaProbe`."""
     place, memory = seat.place, seat.config.memory
-    available = psutil.virtual_memory().available // place.local_world_size >> 20 << 20
+    available = available_bytes() // place.local_world_size >> 20 << 20
     neighbours = seat.ahead.neighbours() if seat.ahead else None
     return open_probe(memory.probe, ProbeSettings(device, place.rank, memory.device_bytes or available, neighbours))
 

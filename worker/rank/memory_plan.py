@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 
-import psutil
 import torch
 
 from worker.config import GangConfig
@@ -14,6 +13,7 @@ from worker.execution.runner import Runner
 from worker.exit_codes import ExitCode, Failure
 from worker.gang_messages import KvConfig, Memory
 from worker.memory import budget
+from worker.memory.host_memory import available_bytes
 from worker.memory.last_good import Figure, LastGood
 from worker.memory.ledger import Books
 from worker.memory.profile import measure, size_cache
@@ -43,7 +43,7 @@ class MemoryPlan:
             budget.check_weights(weights, self._requested, f"of {baseline.total} the memory budget has")
         budget.check_weights(weights, baseline.free, f"of {baseline.total} are free")
         if config.device == "cpu":  # --cpu-memory-bytes may give its device more than there is
-            budget.check_weights(weights, psutil.virtual_memory().available, "the host has available")
+            budget.check_weights(weights, available_bytes(), "the host has available")
         self._last_good = LastGood(memory.cache, _facts(config, place, baseline.total))
         self._budget: budget.Budget
 
@@ -91,7 +91,7 @@ class MemoryPlan:
     @property
     def host_room(self) -> int:
         """Bytes of the host's memory that this rank may take, as all others there may at the same time."""
-        return int(psutil.virtual_memory().available) // self._ranks_of_host
+        return available_bytes() // self._ranks_of_host
 
     def spared(self) -> int:
         """See `Reading.spared`."""
