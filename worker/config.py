@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from worker.control_groups import usable_cores
 from worker.listen import ListenConfig, resolve_listen
 from worker.model_config import ModelConfig
 from worker.observe_config import ObserveConfig, resolve_observe
@@ -299,4 +300,4 @@ def _cache_folder(environment: Mapping[str, str]) -> Path:
 
 def threads_of(config: GangConfig, ranks_here: int) -> int:
     """CPU threads of each of `ranks_here` ranks on this host."""
-    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    return config.cpu_threads or max(1, usable_cores() // ranks_here)

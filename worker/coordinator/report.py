@@ -14,7 +14,6 @@ from __future__ import annotations
 import gzip
 import json
 import mmap
-import os
 import platform
 import re
 import shutil
@@ -28,6 +27,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from worker import VERSION as RANKD
+from worker.control_groups import usable_cores
 from worker.coordinator.causes import Cause
 from worker.coordinator.gang import Gang
 from worker.coordinator.relay import Relay
@@ -108,7 +108,7 @@ def _versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found | {"machine": platform.machine(), "cores": str(len(os.sched_getaffinity(0)))}
+    return found | {"machine": platform.machine(), "cores": str(usable_cores())}
 
 
 def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:

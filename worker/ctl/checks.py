@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from worker.control_groups import usable_cores
 from worker.ctl.weight_files import judge_files
 from worker.model_config import ModelConfig
 from worker.run_files import RunFiles, lock_holder
@@ -103,7 +104,7 @@ def _shared_memory(ranks: int) -> Finding:
 
 
 def _cores(ranks: int) -> Finding:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if cores < 2 * ranks:
         return Finding("cores", "warn", f"{cores} for {ranks} ranks", "two for each rank, or steps wait for their host")
     return Finding("cores", "ok", f"{cores} for {ranks} ranks")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
+from worker.control_groups import usable_cores
 from worker.memory.host_memory import available_bytes
 
 MIB = 1 << 20
@@ -60,5 +62,28 @@ def test_without_a_limit_it_is_what_the_host_has(tmp_path: Path, limit: str) -> 
     assert abs(available_bytes(tmp_path / "nowhere") - host) < host / 4
 
 
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("300000 100000", 3), ("50000 100000", 1), ("1250000 100000", 8)]
+)
+def test_cores_of_version_2(tmp_path: Path, quota: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    where, pod = root(tmp_path, "0::/pod/container\n"), tmp_path / "sys/fs/cgroup/pod"
+    (pod / "container").mkdir(parents=True)
+    (pod / "container/cpu.max").write_text("max 100000\n")
+    (pod / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores(where) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("450000", 4)])
+def test_cores_of_version_1(tmp_path: Path, quota: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    where, own = root(tmp_path, "5:cpu,cpuacct:/docker/5f\n4:memory:/docker/5f\n"), tmp_path / "sys/fs/cgroup/cpu"
+    own.mkdir(parents=True)
+    (own / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (own / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(where) == cores
+
+
 def test_here() -> None:
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
