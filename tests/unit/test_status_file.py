@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from worker.rank.status_file import PHASES, SIZE, StatusWriter, create_status_file, read_status
@@ -74,6 +75,39 @@ def test_no_reading_is_of_half_a_field(tmp_path: Path) -> None:
                 assert (status.step or 0) >> 40 == status.live_requests >> 40 == status.done >> 40 == 1, status
         finally:
             writer.kill()
+
+
+class Watched:
+    """A view that has somebody look after every store."""
+
+    def __init__(self, view: memoryview, look: Callable[[], None]) -> None:
+        self.view, self.look = view, look
+
+    def __setitem__(self, place: int, value: float) -> None:
+        self.view[place] = value
+        self.look()
+
+
+def test_no_age_is_of_what_was_before(tmp_path: Path) -> None:
+    """A first step after an hour of idleness is not an hour old in any of the instants in which it is written."""
+    record = create_status_file(tmp_path / "status")
+    writer = StatusWriter(epoch=3, threads=2)
+    writer.attach(tmp_path / "status")
+    writer._step_since = time.monotonic() - 3600
+    writer.step = 7
+    writer._write(PHASES.index("ready"), time.monotonic() - 3600)
+    seen = []
+
+    def look() -> None:
+        status = read_status(record)
+        assert status is not None
+        seen.append((status.phase, status.step))
+        assert status.phase == "ready" or status.phase_s < 60
+        assert status.step == 7 or (status.step_age_s or 0) < 60
+
+    writer._words, writer._times = Watched(writer._words, look), Watched(writer._times, look)
+    writer.begin_step(8)
+    assert (seen[0], seen[-1]) == (("ready", 7), ("step", 8))
 
 
 def test_layout_of_the_spec(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ GATHER_S = 0.2  # after the first sign of death: others may tell more of the cau
 SIGTERM_S = 0.6  # from there to SIGKILL; all are gone within two seconds of the first sign
 STOP_S = 5.0  # for a clean end of the ranks after STOP
 STUCK_S = 1.0  # the same, if nothing is to be waited for, or in vain
-LATE_S = 10.0  # for ranks that another has started and that have not come, which takes them a second or so
 ONE_WISH_S = 0.1  # signals to stop that come as close as this are one: a process group gets it, and its leader again
 _STOP_NAMES = {number.name for number in STOP_SIGNALS}
 
@@ -43,7 +42,6 @@ class Ending:
         self.stacks: dict[int, str] = {}  # by rank, at the first sign
         self.failed_at: float | None = None  # monotonic seconds, of the first sign
         self.done: asyncio.Future[ExitCode] = asyncio.get_running_loop().create_future()
-        self.launcher: asyncio.Future[Exit] | None = None  # the end of who started the ranks, if not this process
         self._drain_s = config.limits.drain
         self._ranks = ranks
         self._relay = relay
@@ -55,7 +53,6 @@ class Ending:
         self._overdue: Overdue | None = None
         self._asked = 0.0  # when it was first asked to stop
         self._at_once = False
-        self._only_late = False
 
     @property
     def begun(self) -> bool:
@@ -91,11 +88,6 @@ class Ending:
             self._task = None
         if self._task is None:
             self._begin(self._fail())
-
-    def launcher_gone(self) -> None:
-        """Which ends ranks itself as it goes, and starts no more."""
-        if not self._only_late:
-            self.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
 
     def overdue(self, limit: Overdue) -> None:
         """A limit has passed: also a sign, and who is to blame for it the stacks will tell."""
@@ -169,23 +161,10 @@ class Ending:
             self._signal(number)
         else:
             await self._all_gone(1.0)
-        await self._late_ranks()
         self._move(GangEvent.ALL_GONE)
         if self.causes:  # a rank that failed at its very end
             self.cause = causes.first_cause(self.causes)
         self.done.set_result(ExitCode(self.cause.fault.code) if self.cause else ExitCode.OK)
-
-    async def _late_ranks(self) -> None:
-        """One that comes when nobody is there any more would wait until the start-up limit; now it is told at once."""
-        if self.launcher is None:
-            return
-        self._only_late = True
-        deadline = time.monotonic() + LATE_S
-        while any(one.hello is None for one in self._ranks) and not self.launcher.done() and not self._at_once:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.01)
-        await self._all_gone(STUCK_S)
 
     # Both.
 

@@ -111,9 +111,11 @@ class Incarnation:
         try:
             agent = RankProcess(pid, started)
         except ProcessLookupError:
-            return gang.ending.launcher_gone()
-        gang.ending.launcher = agent.exited
-        agent.exited.add_done_callback(lambda _: gang.ending.launcher_gone())
+            return self._agent_gone()
+        agent.exited.add_done_callback(lambda _: self._agent_gone())
+
+    def _agent_gone(self) -> None:
+        self.gang.ending.fail(causes.own(ExitCode.PARENT_GONE, "torchrun is gone"))
 
     async def _listen(self, rank: int) -> None:
         while True:
