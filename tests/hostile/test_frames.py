@@ -27,7 +27,7 @@ from workerproto.testing.fake_model import continuation
 from workerproto.testing.fake_worker import FakeWorker
 from workerproto.testing.slow_rules import PlainRow, PlainStart, PlainStep
 
-AT_ONCE_S = 0.1
+AT_ONCE_S, SOON_S = 0.1, 1.0
 LIMIT_S = 5.0  # of a machine that is busy with other things
 VOCABULARY = 128
 TOKENS = continuation([1, 2, 3], 3, VOCABULARY)
@@ -121,10 +121,11 @@ def test_it_is_answered_by_type_and_disturbs_nobody(place: Place, entry: Entry) 
 
 
 def test_answers_come_at_once(place: Place) -> None:
-    """Those of the tests above, bodies of 16 MiB among them: all but a few that the machine's other work delays."""
+    """Those of the tests above, bodies of 16 MiB among them: but for what the machine's other work delays."""
     waits = sorted(place.waits)
     assert len(waits) > 100
-    assert waits[int(len(waits) * 0.9)] < AT_ONCE_S, waits[-10:]
+    assert waits[int(len(waits) * 0.9)] < AT_ONCE_S, waits[-20:]
+    assert waits[int(len(waits) * 0.97)] < SOON_S, waits[-20:]
 
 
 def peak_mib(pid: int) -> int:

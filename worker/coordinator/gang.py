@@ -164,7 +164,7 @@ class Gang:
             try:
                 self.watch(one.rank, RankProcess(hello.pid, hello.started))
             except ProcessLookupError:
-                return self.ending.fail(causes.exited(one.rank, one.phase, None, Exit()))
+                return self.ending.exited(one.rank, Exit())
         self._when_all("hello", GangEvent.ALL_STARTED)
 
     def _when_all(

@@ -7,9 +7,9 @@
 Little-endian; times are seconds of the host's monotonic clock; `phase` counts in PHASES; `step` is a gang sequence.
 Written without a lock: a reader may see one field a step older than its neighbour, and never waits. Each field is
 written and read at once, each time before what it is of, which is read first: so no age is taken from a time that is
-older than the phase or the step beside it. `struct` would do neither: `pack_into` clears all that it is about to
-write, and its little-endian formats go byte by byte; a step seen beside a cleared time is as old as the host, and past
-every limit.
+older than the phase or the step beside it, on x86-64, which keeps the order of stores and of loads. `struct` would not
+do: `pack_into` clears all that it is about to write, and its little-endian formats go byte by byte; a step seen beside
+a cleared time is as old as the host, and past every limit.
 """
 
 from __future__ import annotations
