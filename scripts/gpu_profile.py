@@ -1,7 +1,7 @@
 """Time one rank in process on one GPU, and show where the device's time goes: no scheduler, no sockets.
 
 usage: gpu_profile.py [--models 0.6b,8b] [--batches 1,8,32,128,256] [--prompt 512] [--steps 128] [--prefill 16x2048]
-       [--host-profile] [--pictures FOLDER] [--json FILE]
+       [--in-order] [--host-profile] [--pictures FOLDER] [--json FILE]
 Three steps are in flight, as in scripts/bench gpu, which is about what a scheduler sees. Correctness is tests/gpu's.
 """
 
@@ -67,7 +67,7 @@ def fill(model: Decoder) -> None:
 
 
 class Bench:
-    def __init__(self, name: str, rows: int, positions: int, tokens: int) -> None:
+    def __init__(self, name: str, rows: int, positions: int, tokens: int, in_order: bool = False) -> None:
         self.model = ModelConfig.from_folder(model_folder(name, Path(tempfile.gettempdir())))
         topology = Topology(0, 1, 1, (self.model.layers,))
         device = torch.device("cuda", 0)
@@ -80,7 +80,8 @@ class Bench:
         self._timed("allocate", lambda: self.runner.allocate(rows * width))
         self._timed("warm up", self.runner.warm_up)
         self._timed("capture", self.runner.capture)
-        self.table = Table(np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width))
+        blocks = np.arange(rows * width) if in_order else np.random.default_rng(0).permutation(rows * width)
+        self.table = Table(blocks.astype(np.int32).reshape(rows, width))
         self.sequence = 0
 
     def _timed(self, what: str, do: Callable[[], object]) -> None:
@@ -137,6 +138,16 @@ class Bench:
         self.run(self.decodes(batch, prompt, 8))
         seconds, launch, device, _ = self.run(self.decodes(batch, prompt + 8, steps))
         return {"ms": round(seconds / steps * 1e3, 3), "launch_ms": round(launch, 3), "device_ms": round(device, 3)}
+
+    def sampling(self, batch: int, prompt: int, steps: int) -> dict[str, float]:
+        """Device milliseconds of the same steps, greedy and with mixed sampling, in turns; the median of three."""
+        kinds: dict[str, Iterable[Sampling]] = {"greedy": (), "mixed": MIXED}
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(3):
+            for kind, sampling in kinds.items():
+                times[kind].append(self.decode(batch, prompt, steps, sampling)["device_ms"])
+        greedy, mixed = (sorted(found)[1] for found in times.values())
+        return {"greedy_ms": greedy, "mixed_ms": mixed, "costs": round(mixed / greedy - 1, 4)}
 
     def prefill(self, batch: int, length: int) -> dict[str, float]:
         best = []
@@ -231,6 +242,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--prefill", default="16x2048")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--in-order", action="store_true", help="each request's blocks are neighbours, not at random")
     parser.add_argument("--host-profile", action="store_true", help="timelines, and where launching spends time")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="timelines, each an SVG in FOLDER too")
     parser.add_argument("--json", type=Path)
@@ -242,7 +254,7 @@ def main() -> None:
     result: dict[str, object] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     for name in args.models.split(","):
         positions = max(shape[1], args.prompt + args.steps + 9) + BLOCK
-        bench = Bench(name, max(*batches, shape[0]), positions, args.tokens)
+        bench = Bench(name, max(*batches, shape[0]), positions, args.tokens, args.in_order)
         decode: dict[int, dict[str, float]] = {}
         found: dict[str, object] = {"kernels": bench.runner.model.backend.name, "seconds": bench.seconds}
         print(name, found, flush=True)
@@ -251,7 +263,7 @@ def main() -> None:
         for batch in batches:
             decode[batch] = bench.decode(batch, args.prompt, args.steps)
             print(f"{name} decode {batch:4}", decode[batch], flush=True)
-        found["mixed_sampling"] = bench.decode(max(batches), args.prompt, 16, MIXED)
+        found["mixed_sampling"] = bench.sampling(max(batches), args.prompt, args.steps)
         print(f"{name} mixed sampling {max(batches)}", found["mixed_sampling"], flush=True)
         found["prefill"] = bench.prefill(*shape)
         print(f"{name} prefill {args.prefill}", found["prefill"], flush=True)

@@ -106,10 +106,10 @@ def rotated(query: Tensor, norm: HeadNorm | None, frequencies: Tensor, position:
 def test_products_with_what_stands_around_them(
     rows: int, most: int, outputs: int, inputs: int, tuning: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(small_products, "SOME_ROWS", most)
+    monkeypatch.setattr(small_products, "_SOME_ROWS", (most,))
     monkeypatch.setattr(small_products, "_FEW_ROWS", dict.fromkeys((1, 2, 4), 1 << 30))
     chosen = None if tuning is None else small_products._SomeRows(*tuning)
-    monkeypatch.setattr(small_products, "some_tuning", lambda outputs, inputs: chosen)
+    monkeypatch.setattr(small_products, "some_tuning", lambda *_: chosen)
     torch.manual_seed(outputs + rows)
     weight = torch.randn(outputs, inputs).to(DEVICE, HALF)
     x, before = (torch.randn(rows, size).mul(0.05).to(DEVICE, HALF) for size in (inputs, outputs))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.layers.launch import Launcher, power_of_two
-from worker.layers.linear import SOME_ROWS, Products
+from worker.layers.linear import Products
 from worker.layers.norm import RMSNorm
 from worker.layers.product_kernels import ADDED, GATED, PLAIN, few_rows_product, some_rows_product
 
@@ -37,6 +37,21 @@ class _SomeRows(NamedTuple):
     stages: int
 
 
+_SOME_ROWS = (16, 32)  # 16 are the fewest that a matrix unit takes
+
+# By rows at most: tunings of weights of so many outputs at least, splits being the most.
+_SOME_TUNINGS = {
+    16: (
+        (16384, _SomeRows(64, 128, 1, 4, 3)), (6144, _SomeRows(32, 128, 1, 4, 4)), (4096, _SomeRows(16, 256, 1, 4, 3)),
+        (0, _SomeRows(32, 256, 8, 4, 2)),
+    ),
+    32: (
+        (16384, _SomeRows(64, 128, 1, 4, 3)), (6144, _SomeRows(32, 256, 1, 4, 3)), (4096, _SomeRows(64, 128, 1, 4, 4)),
+        (0, _SomeRows(64, 256, 8, 4, 2)),
+    ),
+}  # fmt: skip
+
+
 class SmallProducts(Products):
     """`Products` of a weight [outputs, inputs] in a dtype of 16 bits."""
 
@@ -46,13 +61,15 @@ class SmallProducts(Products):
         inputs = self.inputs
         self.block_in = next((b for b in (1024, 512, 256, 128) if inputs % b == 0 and inputs >= 2 * b), 0)
         self.block_out = 2 if self.block_in == 1024 else 4
-        self.tuning = some_tuning(self.outputs, inputs)
-        if self.tuning is not None:
-            self.arrived = torch.zeros(self.outputs // self.tuning.outputs, dtype=torch.int32, device=self.device)
+        found = ((most, some_tuning(self.outputs, inputs, most)) for most in _SOME_ROWS)
+        self.tunings = {most: tuning for most, tuning in found if tuning is not None}
+        if self.tunings:
+            blocks = max(self.outputs // tuning.outputs for tuning in self.tunings.values())
+            self.arrived = torch.zeros(blocks, dtype=torch.int32, device=self.device)
         self._few, self._some = functools.cache(self._few_launcher), functools.cache(self._some_launcher)
 
     def fuses(self, rows: int) -> bool:
-        return rows > SOME_ROWS or self._takes_few(rows)
+        return self._takes_few(rows) or (super().fuses(rows) and self._tuning(rows) is None)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm | None = None) -> Tensor:
         out = self._small(PLAIN, x, weight, norm) if bias is None else None
@@ -73,12 +90,15 @@ class SmallProducts(Products):
         divides = bool(self.block_in) and self.outputs % self.block_out == 0
         return divides and rows in _FEW_ROWS and self.bytes <= _FEW_ROWS[rows]
 
+    def _tuning(self, rows: int) -> _SomeRows | None:
+        return self.tunings.get(_most(rows)) if rows > max(_FEW_ROWS) else None
+
     def _small(
         self, kind: Any, x: Tensor, weight: Tensor, norm: RMSNorm | None = None, out: Tensor | None = None
     ) -> Tensor | None:
         """None where cuBLAS is better."""
         rows = x.shape[0]
-        some = self.tuning if max(_FEW_ROWS) < rows <= SOME_ROWS and norm is None and kind is not ADDED else None
+        some = self._tuning(rows) if norm is None and kind is not ADDED else None
         few = self._takes_few(rows)
         if not few and some is None:
             return None
@@ -89,7 +109,7 @@ class SmallProducts(Products):
             launch = self._few(kind, rows, norm is not None)
             launch((self.outputs // self.block_out, 1, 1), x, weight, out, norm_weight, eps)
         else:
-            most = max(16, power_of_two(rows))  # 16 are the fewest that a matrix unit takes
+            most = _most(rows)
             partial = x.new_empty(self.outputs * some.splits * most, dtype=torch.float32)
             grid = (self.outputs // some.outputs, some.splits, 1)
             self._some(kind, most)(grid, x, weight, out, partial, self.arrived, rows)
@@ -100,24 +120,23 @@ class SmallProducts(Products):
         return Launcher(few_rows_product, self.device, *sizes)
 
     def _some_launcher(self, kind: Any, most_rows: int) -> Launcher:
-        assert self.tuning is not None
-        block_out, block_in, splits, warps, stages = self.tuning
+        block_out, block_in, splits, warps, stages = self.tunings[most_rows]
         sizes = (self.outputs, self.inputs, kind, splits, block_out, block_in, most_rows)
         return Launcher(some_rows_product, self.device, *sizes, num_warps=warps, num_stages=stages)
 
 
-def some_tuning(outputs: int, inputs: int) -> _SomeRows | None:
-    """For a weight of these sizes, as tried in steps of the 0.6B shape at 8 rows; None where cuBLAS is better, as for
-    the 8B shape: with this kernel it took 5.34 ms a step, without 5.08, whatever the table above says."""
-    if outputs >= 4096 and inputs <= 2048:
-        tuning = _SomeRows(16, 256, 1, 4, 3)
-        if outputs >= 6144:
-            tuning = _SomeRows(64, 128, 1, 4, 3) if outputs >= 16384 else _SomeRows(32, 128, 1, 4, 4)
-    elif outputs < 4096 and 256 <= inputs <= 4096:
-        # Few outputs are few programs: the inputs are split, so that each multiprocessor has something to read.
-        pieces = inputs // 256
-        tuning = _SomeRows(32, 256, max(splits for splits in range(1, 9) if pieces % splits == 0), 4, 2)
-    else:
+def _most(rows: int) -> int:
+    return max(_SOME_ROWS[0], power_of_two(rows))
+
+
+def some_tuning(outputs: int, inputs: int, most_rows: int) -> _SomeRows | None:
+    """For a weight of these sizes, as tried in steps of the 0.6B shape at 8 and 32 rows; None where cuBLAS is better,
+    as for the 8B shape: with this kernel it took 5.34 ms a step, without 5.08, whatever the table above says."""
+    if inputs > 4096 or (outputs >= 4096 and inputs > 2048):
         return None
+    tuning = next(tuning for least, tuning in _SOME_TUNINGS[most_rows] if outputs >= least)
+    if tuning.splits > 1:  # few outputs are few programs; as many as give each multiprocessor something to read
+        pieces = inputs // tuning.inputs
+        tuning = tuning._replace(splits=max((n for n in range(1, tuning.splits + 1) if pieces % n == 0), default=1))
     divides = outputs % tuning.outputs == 0 and inputs % (tuning.splits * tuning.inputs) == 0
     return tuning if divides else None
