@@ -100,7 +100,7 @@ def rotated(query: Tensor, norm: HeadNorm | None, frequencies: Tensor, position:
     ("outputs", "inputs", "tuning"),
     [
         (64, 512, (16, 128, 2, 4, 2)), (96, 768, (32, 128, 3, 4, 2)), (128, 256, (16, 256, 1, 4, 2)),
-        (64, 2048, (64, 128, 1, 4, 2)), (30, 100, None),
+        (64, 2048, (64, 128, 1, 4, 2)), (128, 512, (64, 64, 1, 4, 6)), (30, 100, None),
     ],
 )  # fmt: skip
 def test_products_with_what_stands_around_them(
@@ -128,6 +128,15 @@ def test_products_with_what_stands_around_them(
         products.add_to_(total, x, weight)
         assert error(total, before.double() + x.double() @ weight.double().t()) < 3e-3
     assert chosen is None or not products.arrived.any()
+
+
+def test_tunings_divide_what_they_are_for() -> None:
+    sizes = (30, 64, 100, 512, 1024, 1536, 2048, 3072, 4095, 4096, 5120, 6144, 12288, 24576, 25600, 151936)
+    chosen = [(o, i, small_products.some_tuning(o, i, most)) for most in (16, 32) for o in sizes for i in sizes]
+    taken = [(outputs, inputs, tuning) for outputs, inputs, tuning in chosen if tuning is not None]
+    assert len(taken) > 50
+    for outputs, inputs, tuning in taken:
+        assert (outputs % tuning.outputs, inputs % (tuning.inputs * tuning.splits)) == (0, 0), (outputs, inputs, tuning)
 
 
 def test_counters_sleep_with_the_weights() -> None:

@@ -5,8 +5,9 @@ H200, bf16, us behind a norm, ours / cuBLAS:
     1 row                 3.5 / 5.3   3.1 / 6.3   11 / 12     16 / 17     54 / 50      31 / 29
     4 rows                5.8 / 5.3   4.6 / 6.5   19 / 12     27 / 17     95 / 50      54 / 29
     8, on matrix units    4.4 / 5.4   7.1 / 6.8   13 / 14     17 / 17     49 / 56      34 / 31
-A step of the 0.6B shape at 8 rows took 1.262 ms with cuBLAS for the weights of 1024 outputs, and 1.176 with their
-inputs split over programs.
+Such figures are a hint; tunings are chosen by whole steps (`scripts/gpu_variants.py`). A step of the 0.6B shape at 8
+rows took 1.262 ms with cuBLAS for weights of 1024 outputs, 1.176 with their inputs split over programs; at 32 rows 1.72
+with cuBLAS for all, 1.54 with none; a step of the 8B shape at 8 rows 5.27 with cuBLAS, 5.00 without for 24576x4096.
 """
 
 from __future__ import annotations
@@ -39,17 +40,23 @@ class _SomeRows(NamedTuple):
 
 _SOME_ROWS = (16, 32)  # 16 are the fewest that a matrix unit takes
 
-# By rows at most: tunings of weights of so many outputs at least, splits being the most.
+# By rows at most: outputs and inputs of weights that this kernel is better at, and how; splits are the most.
+# Tried in steps of the 0.6B shape (8 and 32 rows) and of the 8B shape (8 rows: cuBLAS was better with the down
+# projection, and what has 4096 inputs and fewer outputs was not tried by itself).
 _SOME_TUNINGS = {
     16: (
-        (16384, _SomeRows(64, 128, 1, 4, 3)), (6144, _SomeRows(32, 128, 1, 4, 4)), (4096, _SomeRows(16, 256, 1, 4, 3)),
-        (0, _SomeRows(32, 256, 8, 4, 2)),
+        (range(4096), range(256, 4097), _SomeRows(32, 256, 8, 4, 2)),
+        (range(4096, 6144), range(2049), _SomeRows(16, 256, 1, 4, 3)),
+        (range(6144, 16384), range(2049), _SomeRows(32, 128, 1, 4, 4)),
+        (range(16384, 1 << 20), range(2049), _SomeRows(64, 128, 1, 4, 3)),
+        (range(16384, 1 << 16), range(2049, 4097), _SomeRows(64, 64, 1, 4, 6)),
     ),
     32: (
-        (16384, _SomeRows(64, 128, 1, 4, 3)), (6144, _SomeRows(32, 256, 1, 4, 3)), (4096, _SomeRows(64, 128, 1, 4, 4)),
-        (0, _SomeRows(64, 256, 8, 4, 2)),
+        (range(4096), range(256, 4097), _SomeRows(64, 128, 4, 4, 4)),
+        (range(4096, 16384), range(2049), _SomeRows(64, 128, 1, 4, 4)),
+        (range(16384, 1 << 20), range(2049), _SomeRows(64, 128, 1, 4, 3)),
     ),
-}  # fmt: skip
+}
 
 
 class SmallProducts(Products):
@@ -130,13 +137,12 @@ def _most(rows: int) -> int:
 
 
 def some_tuning(outputs: int, inputs: int, most_rows: int) -> _SomeRows | None:
-    """For a weight of these sizes, as tried in steps of the 0.6B shape at 8 and 32 rows; None where cuBLAS is better,
-    as for the 8B shape: with this kernel it took 5.34 ms a step, without 5.08, whatever the table above says."""
-    if inputs > 4096 or (outputs >= 4096 and inputs > 2048):
+    """None where cuBLAS is better."""
+    rules = _SOME_TUNINGS[most_rows]
+    tuning = next((how for out_range, in_range, how in rules if outputs in out_range and inputs in in_range), None)
+    if tuning is None or outputs % tuning.outputs or inputs % tuning.inputs:
         return None
-    tuning = next(tuning for least, tuning in _SOME_TUNINGS[most_rows] if outputs >= least)
     if tuning.splits > 1:  # few outputs are few programs; as many as give each multiprocessor something to read
         pieces = inputs // tuning.inputs
-        tuning = tuning._replace(splits=max((n for n in range(1, tuning.splits + 1) if pieces % n == 0), default=1))
-    divides = outputs % tuning.outputs == 0 and inputs % (tuning.splits * tuning.inputs) == 0
-    return tuning if divides else None
+        tuning = tuning._replace(splits=max(n for n in range(1, tuning.splits + 1) if pieces % n == 0))
+    return tuning
