@@ -1,7 +1,7 @@
 """Search tunings of the kernels for decode steps of one batch, on one GPU: part by part, with the best of those before.
 
-usage: gpu_variants.py [--model 0.6b] [--batch 32] [--parts qkv,output,…] [--prompt 512] [--steps 128] [--limit 120]
-       [--kernels]
+usage: gpu_variants.py [--model 0.6b] [--batch 32] [--parts down,down_ahead,…] [--prompt 512] [--steps 128]
+       [--limit 120] [--kernels]
 The tunings in `worker.layers` were chosen by such runs. What is chosen there is timed first and last; "same" is the
 share of tokens that are those of the first: products that are summed in another order round in another way.
 """
@@ -91,6 +91,14 @@ def products(outputs: int, inputs: int) -> Iterator[_SomeRows | None]:
                 yield _SomeRows(block_out, block_in, splits, warps, stages)
 
 
+def aheads(best: _SomeRows | None, inputs: int) -> Iterator[_SomeRows]:
+    """`best` with other numbers of blocks brought into the cache early."""
+    if best is None:
+        return
+    blocks = inputs // best.splits // best.inputs
+    yield from (best._replace(ahead=n) for n in (0, 1, 2, 4, 8) if n < blocks)
+
+
 def attentions(best: _Tuning, part: str, programs: int) -> Iterator[_Tuning]:
     """`best` with another number of splits, other blocks, or other blocks read early."""
     if part == "splits":
@@ -153,7 +161,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="0.6b")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--parts", default="splits,blocks,early,down,gate_up,output,qkv,head")
+    parser.add_argument(
+        "--parts", default="splits,blocks,early,down,gate_up,output,qkv,head", metavar="PART,…",
+        help="of these, or a weight's name with _ahead: blocks of it that are brought into the cache early",
+    )  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--limit", type=float, default=120, help="seconds in all")
@@ -166,13 +177,14 @@ def main() -> None:
     chosen = next((t for most, t in cuda_attention._TUNINGS if programs <= most), cuda_attention._FULL)
     parts = [part for part in args.parts.split(",") if part]
     for done, part in enumerate(parts):
-        best = search.best
-        if part in weights:
-            size = weights[part]
-            setups = (best._replace(products={**best.products, size: tuning}) for tuning in products(*size))
+        best, size = search.best, weights.get(part.removesuffix("_ahead"))
+        if size is None:
+            tried = attentions(best.attention or chosen, part, programs)
+            setups = (best._replace(attention=tuning) for tuning in tried)
         else:
-            tunings = attentions(best.attention or chosen, part, programs)
-            setups = (best._replace(attention=tuning) for tuning in tunings)
+            how = best.products.get(size, small_products.some_tuning(*size, search.most_rows))
+            ways = aheads(how, size[1]) if part.endswith("_ahead") else products(*size)
+            setups = (best._replace(products={**best.products, size: way}) for way in ways)
         search.part(setups, 1 / (len(parts) - done))
     search.time(search.best, args.kernels)
     search.time(Setup({}))

@@ -139,6 +139,17 @@ def test_tunings_divide_what_they_are_for() -> None:
         assert (outputs % tuning.outputs, inputs % (tuning.inputs * tuning.splits)) == (0, 0), (outputs, inputs, tuning)
 
 
+def test_tunings_fit_smaller_devices() -> None:
+    """99 KB a program are what the GPUs of compute capability 8.6 and 8.9 have, 227 what those of 9.0 have."""
+    for most, rules in small_products._SOME_TUNINGS.items():
+        for *_, tuning in rules:
+            assert small_products._fitted(tuning, most, 227 << 10) == tuning
+            fitted = small_products._fitted(tuning, most, 99 << 10)
+            assert fitted is not None
+            assert (fitted.stages + 1) * (fitted.outputs + most) * fitted.inputs * 2 <= 99 << 10
+    assert small_products._fitted(small_products._SomeRows(64, 256, 1, 4, 2), 32, 48 << 10) is None
+
+
 def test_counters_sleep_with_the_weights() -> None:
     """No checkpoint has them and kernels rely on their zeros, so level 2 has to find and keep them."""
     linear = Linear(1024, 64, False, HALF, DEVICE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.compiler.compiler import max_shared_mem
 
 
 class Launcher:
@@ -34,6 +35,14 @@ class Launcher:
 def overlaps(device: torch.device) -> bool:
     """Whether kernels may start while the one before ends: from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may take, by which Triton refuses to launch; the interpreter has no limit."""
+    if device.type == "cpu":
+        return 1 << 30
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(max_shared_mem(index))
 
 
 def blocks(size: int, block: int) -> int:

@@ -57,14 +57,16 @@ def few_rows_product(
 def some_rows_product(
     x, weight, out, partial, arrived, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, KIND: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, MOST_ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As `few_rows_product` on the matrix units, which take the weight's rows where they expect the larger side.
 
     The inputs are cut into SPLITS, so that few outputs keep all multiprocessors reading; the split that arrives last
     sums them in their order. rows: at most MOST_ROWS, a power of two from 16. partial float32
     [OUTPUTS / BLOCK_OUT, SPLITS, BLOCK_OUT, MOST_ROWS], arrived int32 [OUTPUTS / BLOCK_OUT], zero before and after. (A
-    norm in here kept the inputs out of the asynchronous copies: 14.6 us for 7.3 of 4096 x 1024 on an H200.)
+    norm in here kept the inputs out of the asynchronous copies: 14.6 us for 7.3 of 4096 x 1024 on an H200.) AHEAD, 0 or
+    a power of two: so many further blocks of the weight are brought into the second-level cache before the kernel
+    ahead has ended; SPLITS * BLOCK_IN * (1 + AHEAD) are at most INPUTS.
     """
     block, split = tl.program_id(0), tl.program_id(1)
     o = _outputs(block, OUTPUTS, KIND, BLOCK_OUT)
@@ -74,6 +76,9 @@ def some_rows_product(
     weights = weight + o[:, None] * INPUTS + split * share + i[None, :]
     inputs = x + r[None, :] * INPUTS + split * share + i[:, None]
     first = tl.load(weights)
+    if OVERLAP and AHEAD > 0:
+        line = tl.arange(0, AHEAD * BLOCK_IN * 2 // 128) * 64  # 128 bytes of a dtype of 16 bits
+        _prefetch(weight + o[:, None] * INPUTS + split * share + BLOCK_IN + line[None, :])
     follow(OVERLAP)
     total = tl.dot(first, tl.load(inputs, mask=inside, other=0.0))
     for start in range(BLOCK_IN, share, BLOCK_IN):
@@ -92,6 +97,13 @@ def some_rows_product(
                 whole += tl.load(its, cache_modifier=".cg")
             _store_product(out, whole, block, r, rows, OUTPUTS, KIND, BLOCK_OUT)
             tl.store(arrived + block, 0)
+
+
+@triton.jit
+def _prefetch(addresses):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.uint64)], tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

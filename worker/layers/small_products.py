@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.layers.launch import Launcher, power_of_two
+from worker.layers.launch import Launcher, power_of_two, shared_memory
 from worker.layers.linear import Products
 from worker.layers.norm import RMSNorm
 from worker.layers.product_kernels import ADDED, GATED, PLAIN, few_rows_product, some_rows_product
@@ -29,13 +29,14 @@ _FEW_ROWS = {1: 64 << 20, 2: 16 << 20, 4: 7_000_000}
 
 
 class _SomeRows(NamedTuple):
-    """How `some_rows_product` takes a weight: outputs and inputs of a block, parts of the inputs."""
+    """How `some_rows_product` takes a weight: outputs and inputs of a block, parts of the inputs, blocks ahead."""
 
     outputs: int
     inputs: int
     splits: int
     warps: int
     stages: int
+    ahead: int = 0
 
 
 _SOME_ROWS = (16, 32)  # 16 are the fewest that a matrix unit takes
@@ -68,8 +69,10 @@ class SmallProducts(Products):
         inputs = self.inputs
         self.block_in = next((b for b in (1024, 512, 256, 128) if inputs % b == 0 and inputs >= 2 * b), 0)
         self.block_out = 2 if self.block_in == 1024 else 4
+        room = shared_memory(self.device)
         found = ((most, some_tuning(self.outputs, inputs, most)) for most in _SOME_ROWS)
-        self.tunings = {most: tuning for most, tuning in found if tuning is not None}
+        fitted = ((most, tuning and _fitted(tuning, most, room)) for most, tuning in found)
+        self.tunings = {most: tuning for most, tuning in fitted if tuning is not None}
         if self.tunings:
             blocks = max(self.outputs // tuning.outputs for tuning in self.tunings.values())
             self.arrived = torch.zeros(blocks, dtype=torch.int32, device=self.device)
@@ -127,9 +130,9 @@ class SmallProducts(Products):
         return Launcher(few_rows_product, self.device, *sizes)
 
     def _some_launcher(self, kind: Any, most_rows: int) -> Launcher:
-        block_out, block_in, splits, warps, stages = self.tunings[most_rows]
-        sizes = (self.outputs, self.inputs, kind, splits, block_out, block_in, most_rows)
-        return Launcher(some_rows_product, self.device, *sizes, num_warps=warps, num_stages=stages)
+        how = self.tunings[most_rows]
+        sizes = (self.outputs, self.inputs, kind, how.splits, how.outputs, how.inputs, most_rows, how.ahead)
+        return Launcher(some_rows_product, self.device, *sizes, num_warps=how.warps, num_stages=how.stages)
 
 
 def _most(rows: int) -> int:
@@ -146,3 +149,9 @@ def some_tuning(outputs: int, inputs: int, most_rows: int) -> _SomeRows | None:
         pieces = inputs // tuning.inputs
         tuning = tuning._replace(splits=max(n for n in range(1, tuning.splits + 1) if pieces % n == 0))
     return tuning
+
+
+def _fitted(tuning: _SomeRows, most_rows: int, room: int) -> _SomeRows | None:
+    """With no more stages than fit, of 16 bits a number: Triton keeps at most one block more than there are stages."""
+    stages = room // ((tuning.outputs + most_rows) * tuning.inputs * 2) - 1
+    return tuning._replace(stages=min(tuning.stages, stages)) if stages > 0 else None
