@@ -139,7 +139,7 @@ class Search:
                 shown = str(setup) if kernels else ""
                 device, tokens = timed(args.model, args.batch, args.prompt, args.steps, shown)
         except Exception as error:  # most of all a block that needs more shared memory than there is
-            print(f"not timed: {setup}: {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
+            print(f"not timed: {setup}: {type(error).__name__}: {str(error)[:120]!r}", flush=True)
             return float("inf")
         self.first = tokens if self.first is None else self.first
         print(f"{device:.3f} ms, {np.mean(tokens == self.first):4.0%} same: {setup}", flush=True)
@@ -172,10 +172,12 @@ def main() -> None:
     args = parser.parse_args()
     model = ModelConfig.from_folder(model_folder(args.model, Path(gettempdir())))
     weights, programs = weights_of(model), args.batch * model.kv_heads
+    parts = [part for part in args.parts.split(",") if part]
+    if not 5 <= args.batch <= 32 and any(part.removesuffix("_ahead") in weights for part in parts):
+        parser.error(f"--batch {args.batch}: products are tuned for 5 to 32 rows; give --parts without weights")
     search = Search(args, programs)
     search.best_ms = search.time(Setup({}), args.kernels)
     chosen = next((t for most, t in cuda_attention._TUNINGS if programs <= most), cuda_attention._FULL)
-    parts = [part for part in args.parts.split(",") if part]
     for done, part in enumerate(parts):
         best, size = search.best, weights.get(part.removesuffix("_ahead"))
         if size is None:

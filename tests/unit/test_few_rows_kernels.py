@@ -139,6 +139,27 @@ def test_tunings_divide_what_they_are_for() -> None:
         assert (outputs % tuning.outputs, inputs % (tuning.inputs * tuning.splits)) == (0, 0), (outputs, inputs, tuning)
 
 
+def test_norm_and_sum_are_fused_where_no_tuning_is() -> None:
+    def fuses(outputs: int, inputs: int) -> list[int]:
+        products = SmallProducts(torch.zeros(outputs, inputs, dtype=HALF, device=DEVICE))
+        return [rows for rows in (1, 3, 4, 5, 8, 16, 17, 32, 33, 256) if products.fuses(rows)]
+
+    assert fuses(1024, 3072) == [1, 4, 33, 256]
+    assert fuses(3072, 4096) == [1, 17, 32, 33, 256]  # of 16 rows alone
+    assert fuses(30, 100) == [17, 32, 33, 256]
+
+
+def test_two_tunings_of_a_weight_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    tunings = {16: small_products._SomeRows(16, 128, 4, 4, 2), 32: small_products._SomeRows(64, 128, 2, 4, 2)}
+    monkeypatch.setattr(small_products, "some_tuning", lambda outputs, inputs, most: tunings[most])
+    weight = torch.randn(128, 512).to(DEVICE, HALF)
+    products = SmallProducts(weight)
+    for rows in (8, 32, 5, 17):
+        x = torch.randn(rows, 512).mul(0.05).to(DEVICE, HALF)
+        assert error(products.product(x, weight, None), x.double() @ weight.double().t()) < 3e-3
+        assert not products.arrived.any()
+
+
 def test_tunings_fit_smaller_devices() -> None:
     """99 KB a program are what the GPUs of compute capability 8.6 and 8.9 have, 227 what those of 9.0 have."""
     for most, rules in small_products._SOME_TUNINGS.items():

@@ -43,17 +43,17 @@ _SOME_ROWS = (16, 32)  # 16 are the fewest that a matrix unit takes
 
 # By rows at most: outputs and inputs of weights that this kernel is better at, and how; splits are the most.
 # Tried in steps of the 0.6B shape (8 and 32 rows) and of the 8B shape (8 rows: cuBLAS was better with the down
-# projection, and what has 4096 inputs and fewer outputs was not tried by itself).
+# projection, and what has 4096 inputs and fewer outputs was not tried by itself); between and around them by guess.
 _SOME_TUNINGS = {
     16: (
         (range(4096), range(256, 4097), _SomeRows(32, 256, 8, 4, 2)),
         (range(4096, 6144), range(2049), _SomeRows(16, 256, 1, 4, 3)),
         (range(6144, 16384), range(2049), _SomeRows(32, 128, 1, 4, 4)),
         (range(16384, 1 << 20), range(2049), _SomeRows(64, 128, 1, 4, 3)),
-        (range(16384, 1 << 16), range(2049, 4097), _SomeRows(64, 64, 1, 4, 6)),
+        (range(16384, 1 << 15), range(2049, 4097), _SomeRows(64, 64, 1, 4, 6)),
     ),
     32: (
-        (range(4096), range(256, 4097), _SomeRows(64, 128, 4, 4, 4)),
+        (range(2049), range(256, 4097), _SomeRows(64, 128, 4, 4, 4)),
         (range(4096, 16384), range(2049), _SomeRows(64, 128, 1, 4, 4)),
         (range(16384, 1 << 20), range(2049), _SomeRows(64, 128, 1, 4, 3)),
     ),
@@ -120,7 +120,8 @@ class SmallProducts(Products):
             launch((self.outputs // self.block_out, 1, 1), x, weight, out, norm_weight, eps)
         else:
             most = _most(rows)
-            partial = x.new_empty(self.outputs * some.splits * most, dtype=torch.float32)
+            parts = self.outputs * some.splits * most if some.splits > 1 else 1
+            partial = x.new_empty(parts, dtype=torch.float32)
             grid = (self.outputs // some.outputs, some.splits, 1)
             self._some(kind, most)(grid, x, weight, out, partial, self.arrived, rows)
         return out
