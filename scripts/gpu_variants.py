@@ -100,17 +100,17 @@ def aheads(best: _SomeRows | None, inputs: int) -> Iterator[_SomeRows]:
 
 
 def attentions(best: _Tuning, part: str, programs: int) -> Iterator[_Tuning]:
-    """`best` with another number of splits, other blocks, or other blocks read early."""
-    if part == "splits":
-        yield from (best._replace(splits=n) for n in (1, 2, 4, 8, 16) if 32 <= programs * n <= 2048)
-    elif part == "blocks":
+    """`best` with other splits and blocks, which depend on each other, or with others read or brought early."""
+    if part == "early":
+        yield from (best._replace(early=n) for n in (1, 2))
+        yield from (best._replace(early=0, ahead=n) for n in (0, 16, 32, 64, 128))
+        return
+    for splits in (n for n in (1, 2, 4, 8) if 128 <= programs * n <= 2048):
         for block, warps, stages in (
-            (32, 1, 4), (32, 2, 3), (32, 4, 4), (16, 1, 4), (64, 2, 2), (64, 4, 2), (64, 4, 4), (128, 4, 2),
+            (32, 2, 3), (64, 4, 3), (64, 2, 3), (32, 1, 4), (32, 4, 4), (64, 4, 2), (128, 4, 2), (16, 1, 4),
             (128, 8, 2),
         ):  # fmt: skip
-            yield best._replace(block=block, warps=warps, stages=stages)
-    else:
-        yield from (best._replace(early=n) for n in (0, 1, 2))
+            yield best._replace(splits=splits, block=block, warps=warps, stages=stages)
 
 
 def timed(name: str, batch: int, prompt: int, steps: int, kernels: str) -> tuple[float, np.ndarray]:
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--model", default="0.6b")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument(
-        "--parts", default="splits,blocks,early,down,gate_up,output,qkv,head", metavar="PART,…",
+        "--parts", default="attention,early,down,gate_up,output,qkv,head", metavar="PART,…",
         help="of these, or a weight's name with _ahead: blocks of it that are brought into the cache early",
     )  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.layers.triton_kernels import follow
+from worker.layers.triton_kernels import bring, follow
 
 
 @triton.jit
 def decode_attention(
     qkv, cache, out, partial, sums, arrived, positions, tables, width, slot_mapping, norm_weight, frequencies, scale,
     eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """qkv [rows, (HEADS + 2 KV_HEADS) * DIM], out [rows, HEADS * DIM], cache [blocks, PAGE, 2, KV_HEADS, DIM],
     positions int32 [rows] of the query, tables int32 [rows, width[0]]. partial float32 [rows, KV_HEADS, SPLITS, 16,
@@ -28,6 +29,8 @@ def decode_attention(
     EARLY, where it is not 0: the heads are as the product left them, and what `place_heads` does is done here too, with
     its norm_weight, frequencies [DIM / 2], slot_mapping and eps. Then nothing that this step computes may be in what a
     row reads, its own token aside: so many blocks of the cache, 2 at most, are read while the kernel before still runs.
+    AHEAD, where EARLY is 0: 0 or a power of two, so many positions of a split are brought into the second-level cache
+    meanwhile; positions and tables are from before the kernel before, which `follow` makes good.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     # What programs that run together read lies together: all heads of a position, then its neighbours.
@@ -36,6 +39,8 @@ def decode_attention(
     heads = (g < GROUP)[:, None]
     PLACE: tl.constexpr = EARLY > 0
     if not PLACE:
+        if OVERLAP and AHEAD > 0:
+            _bring_split(cache, positions, tables, width, split, kv, row, KV_HEADS, DIM, PAGE, SPLITS, AHEAD)
         follow(OVERLAP)
     position = tl.load(positions + row)
     length = position if PLACE else position + 1  # of what is in the cache
@@ -123,6 +128,21 @@ def decode_attention(
             target = out + (row * HEADS + kv * GROUP + h[:, None]).to(tl.int64) * DIM + d[None, :]
             tl.store(target, merged, mask=(h < GROUP)[:, None])
             tl.store(arrived + group, 0)
+
+
+@triton.jit
+def _bring_split(
+    cache, positions, tables, width, split, kv, row, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Its first positions' keys and values."""
+    length = tl.load(positions + row) + 1
+    at = split * tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16 + tl.arange(0, AHEAD)
+    block = tl.load(tables + row * tl.load(width) + at // PAGE, mask=at < length, other=0).to(tl.int64)
+    LINES: tl.constexpr = DIM // 64 if DIM > 64 else 1  # of 128 bytes, in dtypes of 16 bits
+    line = tl.arange(0, 2 * LINES)
+    key_or_value = (line // LINES * KV_HEADS + kv) * DIM + line % LINES * 64
+    bring(cache + (block * PAGE + at % PAGE)[:, None] * (2 * KV_HEADS * DIM) + key_or_value[None, :])
 
 
 @triton.jit

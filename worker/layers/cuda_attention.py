@@ -56,13 +56,15 @@ class CudaPlan:
 
 
 class _Tuning(NamedTuple):
-    """early: blocks read early where rows are independent, see the kernel; 0 where it pays to place heads apart."""
+    """early: blocks read early where rows are independent, see the kernel; 0 where it pays to place heads apart, and
+    so many positions are brought ahead."""
 
     splits: int
     block: int
     warps: int
     stages: int
     early: int
+    ahead: int = 0
 
 
 # By programs without splits (rows * KV heads), at most; measured on one H200.
@@ -149,7 +151,7 @@ class CudaAttention:
         if key not in self.launchers:
             self.launchers[key] = Launcher(
                 decode_attention, self.device, self.heads, self.kv_heads, self.head_dim, block_size, tuning.splits,
-                tuning.block, power_of_two(self.heads // self.kv_heads), tuning.early, norm,
+                tuning.block, power_of_two(self.heads // self.kv_heads), tuning.early, norm, tuning.ahead,
                 num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip
         return self.launchers[key]

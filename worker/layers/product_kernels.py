@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.layers.triton_kernels import follow
+from worker.layers.triton_kernels import bring, follow
 
 # `KIND`: a product as it is, what `silu_mul` makes of it, or (of few rows) added to what is there.
 PLAIN, GATED, ADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -78,7 +78,7 @@ def some_rows_product(
     first = tl.load(weights)
     if OVERLAP and AHEAD > 0:
         line = tl.arange(0, AHEAD * BLOCK_IN * 2 // 128) * 64  # 128 bytes of a dtype of 16 bits
-        _prefetch(weight + o[:, None] * INPUTS + split * share + BLOCK_IN + line[None, :])
+        bring(weight + o[:, None] * INPUTS + split * share + BLOCK_IN + line[None, :])
     follow(OVERLAP)
     total = tl.dot(first, tl.load(inputs, mask=inside, other=0.0))
     for start in range(BLOCK_IN, share, BLOCK_IN):
@@ -97,13 +97,6 @@ def some_rows_product(
                 whole += tl.load(its, cache_modifier=".cg")
             _store_product(out, whole, block, r, rows, OUTPUTS, KIND, BLOCK_OUT)
             tl.store(arrived + block, 0)
-
-
-@triton.jit
-def _prefetch(addresses):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.uint64)], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

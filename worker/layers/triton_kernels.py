@@ -26,6 +26,15 @@ def follow(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def bring(addresses):
+    """Into the second-level cache, the 128 bytes around each: a hint, so it may be given before `follow` for what the
+    kernel before still writes."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.uint64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out = x / rms(x) * weight; one program a row of [T, SIZE]."""
     follow(OVERLAP)
